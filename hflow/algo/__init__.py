@@ -26,7 +26,6 @@ from hflow.algo.kl import (
 from hflow.algo.losses import (
     apo_loss,
     behav_weight,
-    binary_divergence,
     cispo_surrogate,
     clipped_log_ratio,
     clipped_surrogate,
@@ -41,6 +40,7 @@ from hflow.algo.losses import (
     ipo_loss,
     is_clipped,
     is_diverged,
+    is_off_policy,
     largest_share,
     loglinear_prox,
     nca_loss,
@@ -51,8 +51,10 @@ from hflow.algo.losses import (
     robust_loss,
     sapo_surrogate,
     token_covariance,
+    vespo_surrogate,
 )
 from hflow.algo.off_policy import (
+    binary_divergence,
     divergence_of,
     effective_sample_size,
     importance_weights,
@@ -90,6 +92,7 @@ __all__ = [
     "is_bounded",
     "is_clipped",
     "is_diverged",
+    "is_off_policy",
     "kl_estimate",
     "kl_k1",
     "kl_k2",
@@ -114,5 +117,6 @@ __all__ = [
     "token_covariance",
     "topk_divergence",
     "turn_advantage",
+    "vespo_surrogate",
     "whiten",
 ]

@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hflow.algo.off_policy import limit_weights
+from hflow.algo.off_policy import binary_divergence, limit_weights
 from hflow.algo.ratios import bounded, policy_ratio
 from hflow.types import Sequences
 
@@ -125,26 +125,14 @@ def sapo_surrogate(
     return -4 / tau * torch.sigmoid(tau * (policy_ratio(theta, prox) - 1)) * advantages
 
 
-def binary_divergence(theta: Tensor, behav: Tensor, kind: Literal["tv", "kl"]) -> Tensor:
-    """Return the divergence of theta from behav on the event "this token": total variation or KL.
-
-    `tv` is `|p_behav - p_theta|`, and `kl` is `p_behav log(p_behav / p_theta) + (1 - p_behav)
-    log((1 - p_behav) / (1 - p_theta))`, both of single tokens and without gradient. They are lower bounds of
-    the divergences over the whole vocabulary.
-
-    Source: Qi et al. 2026, "Rethinking the trust region in LLM reinforcement learning", the binary
-    approximation.
-    """
-    p, q = behav.double().exp(), theta.detach().double().exp()
-    if kind == "tv":
-        return (p - q).abs().to(theta.dtype)
-    tiny = torch.finfo(torch.float64).eps
-    other = (1 - p) * (torch.log((1 - p).clamp(min=tiny)) - torch.log((1 - q).clamp(min=tiny)))
-    return (p * (behav.double() - theta.detach().double()) + other).to(theta.dtype)
-
-
 def is_diverged(
-    theta: Tensor, behav: Tensor, advantages: Tensor, max_divergence: float, kind: Literal["tv", "kl"]
+    theta: Tensor,
+    behav: Tensor,
+    advantages: Tensor,
+    max_divergence: float,
+    kind: Literal["tv", "kl"],
+    *,
+    symmetric: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return a mask of the tokens that DPPO drops: they diverged, and their gradient would take them further.
 
@@ -154,12 +142,15 @@ def is_diverged(
         advantages: advantages of the same shape.
         max_divergence: largest divergence of a token that is trained in any direction.
         kind: see `binary_divergence`.
+        symmetric: drop all that diverged, also where the gradient would bring them back.
 
     Returns:
         Two bool tensors: too unlikely already (A < 0), and too likely already (A > 0).
     """
     far = binary_divergence(theta, behav, kind) > max_divergence
     gap = (theta - behav).detach()
+    if symmetric:
+        return far & (gap < 0), far & (gap > 0)
     return far & (gap < 0) & (advantages < 0), far & (gap > 0) & (advantages > 0)
 
 
@@ -170,6 +161,8 @@ def dppo_surrogate(
     advantages: Tensor,
     max_divergence: float,
     kind: Literal["tv", "kl"] = "tv",
+    *,
+    symmetric: bool = False,
 ) -> Tensor:
     """Return the loss of DPPO: `-ratio A`, and 0 for tokens outside the trust region (`is_diverged`).
 
@@ -182,10 +175,11 @@ def dppo_surrogate(
         advantages: positive if the token should become more likely.
         max_divergence: the size of the region.
         kind: `tv` or `kl`, see `binary_divergence`.
+        symmetric: see `is_diverged`.
 
     Source: Qi et al. 2026, "Rethinking the trust region in LLM reinforcement learning", DPPO.
     """
-    low, high = is_diverged(theta, behav, advantages, max_divergence, kind)
+    low, high = is_diverged(theta, behav, advantages, max_divergence, kind, symmetric=symmetric)
     return reinforce_surrogate(theta, prox, advantages).masked_fill(low | high, 0)
 
 
@@ -198,6 +192,60 @@ def reinforce_surrogate(theta: Tensor, prox: Tensor, advantages: Tensor) -> Tens
     learning"; the weight as in Schulman et al. 2017, equation 6.
     """
     return -policy_ratio(theta, prox) * advantages
+
+
+def vespo_surrogate(
+    theta: Tensor,
+    behav: Tensor,
+    advantages: Tensor,
+    seqs: Sequences,
+    k_positive: float = 2.0,
+    lambda_positive: float = 3.0,
+    k_negative: float = 3.0,
+    lambda_negative: float = 2.0,
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of VESPO, `-sg(phi(W)) A theta`, and `phi(W) = W^k exp(lambda (1 - W))`, both `[T]`.
+
+    W is the ratio of the whole sequence, theta / behav, without a mean over its length. The kernel phi is 1
+    at W = 1, largest at `W = k / lambda`, and goes to 0 on both sides.
+
+    Args:
+        theta: `[T]`, log-probs with gradient.
+        behav: `[T]`, log-probs of the policy that generated the tokens.
+        advantages: `[T]`, positive if the token should become more likely.
+        seqs: the layout of the batch.
+        k_positive: k where A > 0.
+        lambda_positive: lambda where A > 0.
+        k_negative: k elsewhere.
+        lambda_negative: lambda elsewhere.
+
+    Source: Shen et al. 2026, "VESPO: variational sequence-level soft policy optimization for stable
+    off-policy LLM training", section 3.4.
+    """
+    log_ratio = seqs.widen(bounded(seqs.sum(theta - behav))).detach()
+    k = torch.where(advantages > 0, k_positive, k_negative)
+    decay = torch.where(advantages > 0, lambda_positive, lambda_negative)
+    phi = (k * log_ratio + decay * (1 - log_ratio.exp())).exp()
+    return -phi * advantages * theta, phi
+
+
+def is_off_policy(drift: Tensor, advantages: Tensor, limit: float) -> Tensor:
+    """Return a mask of what off-policy sequence masking leaves out: A < 0, of a sequence that drifted.
+
+    A bad answer that the policy would not give any more has little to teach, and pushes far.
+
+    Args:
+        drift: the mean of `log(behav / theta)` over the tokens of each sequence `[S]`, or of each token's
+            sequence `[T]`.
+        advantages: advantages of the same shape.
+        limit: the largest drift of a sequence that is trained, in nats: delta of the paper.
+
+    Returns:
+        bool, of the same shape.
+
+    Source: DeepSeek-AI 2025, "DeepSeek-V3.2", off-policy sequence masking.
+    """
+    return (advantages < 0) & (drift > limit)
 
 
 def dro_loss(theta: Tensor, prox: Tensor, advantages: Tensor, beta: float) -> Tensor:
@@ -453,7 +501,7 @@ def nca_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
 
     Args:
         chosen: c, beta times the log-ratio to the reference of the chosen answer.
-        rejected: r, that of the rejected one.
+        rejected: r, the same of the rejected answer.
 
     Source: Chen et al. 2024, "Noise contrastive alignment of language models with explicit rewards", the loss
     NCA for K = 2 preferences.
@@ -466,7 +514,7 @@ def apo_loss(chosen: Tensor, rejected: Tensor, kind: Literal["zero", "down"]) ->
 
     Args:
         chosen: c, beta times the log-ratio to the reference of the chosen answer.
-        rejected: r, that of the rejected one.
+        rejected: r, the same of the rejected answer.
         kind: `zero`: `sigmoid(r) - sigmoid(c)`, the chosen answer becomes likelier, for one that is better
             than the policy's own. `down`: `sigmoid(c) - sigmoid(c - r)`, both become less likely, the
             rejected one more so, for a policy that is better than both.
@@ -486,7 +534,7 @@ def orpo_loss(chosen: Tensor, rejected: Tensor, odds_coef: float) -> Tensor:
 
     Args:
         chosen: the mean log-prob of the chosen answer's tokens.
-        rejected: that of the rejected one's.
+        rejected: the mean log-prob of the rejected answer's tokens.
         odds_coef: lambda of the paper.
 
     Source: Hong et al. 2024, "ORPO: monolithic preference optimization without reference model", equations 6

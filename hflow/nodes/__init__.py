@@ -49,12 +49,14 @@ from hflow.nodes.training import (
     dro_train,
     gmpo_train,
     gspo_train,
+    high_entropy_train,
     kl_cov_train,
     orpo,
     reinforce_train,
     reward_train,
     sapo_train,
     sft_train,
+    vespo_train,
 )
 
 __all__ = [
@@ -78,6 +80,7 @@ __all__ = [
     "gpg_advantage",
     "group_advantage",
     "gspo_train",
+    "high_entropy_train",
     "is_trusted",
     "kl_cov_train",
     "kl_reward",
@@ -99,6 +102,7 @@ __all__ = [
     "sft_view",
     "topk_inf",
     "turn_advantage",
+    "vespo_train",
 ]
 
 

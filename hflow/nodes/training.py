@@ -112,13 +112,19 @@ def sapo_train(
 def _check_dppo(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
     if knobs["max_divergence"] is None:
         return "it needs max_divergence. Set it, for example to 0.15 (tv) or 0.05 (kl)"
+    if knobs["divergence"] == "tv" and knobs["max_divergence"] >= 1:
+        return f"max_divergence={knobs['max_divergence']} drops nothing, as tv is at most 1. Set it below 1"
     return more_than_zero("max_divergence")(knobs, reads)
 
 
 @train(reduce="token-mean")
 @token_loss(_check_dppo)
 def dppo_train(
-    policy: PolicyBatch, *, divergence: Literal["tv", "kl"] = "tv", max_divergence: float | None = None
+    policy: PolicyBatch,
+    *,
+    divergence: Literal["tv", "kl"] = "tv",
+    max_divergence: float | None = None,
+    symmetric: bool = False,
 ) -> tuple[Tensor, Metrics]:
     """Return the loss of DPPO per token (`algo.dppo_surrogate`), corrected as in `actor_train`.
 
@@ -127,14 +133,18 @@ def dppo_train(
         divergence: how the change of a token's probability from behav is measured, see
             `algo.binary_divergence`.
         max_divergence: largest divergence of a token's probability from behav. It must be set.
+        symmetric: also drop tokens that the gradient would bring back.
 
     Returns:
         The loss `[T]`, and metrics.
     """
     assert max_divergence is not None, "the check of this node's knobs refuses it"
     theta, behav, advantages = policy.theta, policy.behav, policy.advantages
-    loss = algo.dppo_surrogate(theta, policy.prox, behav, advantages, max_divergence, divergence)
-    return loss, clip_fractions(*algo.is_diverged(theta, behav, advantages, max_divergence, divergence))
+    loss = algo.dppo_surrogate(
+        theta, policy.prox, behav, advantages, max_divergence, divergence, symmetric=symmetric
+    )
+    left = algo.is_diverged(theta, behav, advantages, max_divergence, divergence, symmetric=symmetric)
+    return loss, clip_fractions(*left)
 
 
 @train(reduce="token-mean")
@@ -146,6 +156,47 @@ def reinforce_train(policy: PolicyBatch) -> tuple[Tensor, Metrics]:
         The loss `[T]`, and metrics.
     """
     return algo.reinforce_surrogate(policy.theta, policy.prox, policy.advantages), {}
+
+
+def _check_vespo(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
+    if knobs["prox"] != "none" or "behav_weights" in reads:
+        return (
+            "it weighs whole sequences by theta / behav itself, so that other weights would count twice. Set "
+            "prox=none, and list no node that returns behav_weights"
+        )
+    return more_than_zero("k_positive", "lambda_positive", "k_negative", "lambda_negative")(knobs, reads)
+
+
+@train(reduce="token-mean", prox="none")
+@token_loss(_check_vespo)
+def vespo_train(
+    policy: PolicyBatch,
+    seqs: Sequences,
+    *,
+    k_positive: float = 2.0,
+    lambda_positive: float = 3.0,
+    k_negative: float = 3.0,
+    lambda_negative: float = 2.0,
+) -> tuple[Tensor, Metrics]:
+    """Return the loss of VESPO per token (`algo.vespo_surrogate`), for samples that may be stale.
+
+    It weighs each sequence by a smooth kernel of its ratio theta / behav, in the place of clipping and of the
+    weight prox / behav.
+
+    Args:
+        policy: log-probs and advantages.
+        seqs: the layout of the batch.
+        k_positive: power of the ratio where A > 0.
+        lambda_positive: decay of the kernel where A > 0.
+        k_negative: power of the ratio elsewhere.
+        lambda_negative: decay of the kernel elsewhere.
+
+    Returns:
+        The loss `[T]`, and metrics: `phi`, the weights of the tokens' sequences.
+    """
+    kernel = (k_positive, lambda_positive, k_negative, lambda_negative)
+    loss, phi = algo.vespo_surrogate(policy.theta, policy.behav, policy.advantages, seqs, *kernel)
+    return loss, {"phi": phi}
 
 
 def _check_dro(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
@@ -344,6 +395,43 @@ def kl_cov_train(
     loss = algo.reinforce_surrogate(policy.theta, policy.prox, policy.advantages)
     penalty = (policy.theta - policy.prox).abs().masked_fill(~most_covariant, 0)
     return loss + cov_kl_coef * penalty, {"penalised.sum": most_covariant}
+
+
+def most_uncertain(entropy: PerToken, seqs: Sequences, *, share: float = 0.2) -> PerToken:
+    """Return the share of a minibatch's tokens with the largest entropy, bool `[T]`.
+
+    Args:
+        entropy: `[T]`, under the weights of the update.
+        seqs: the layout of the minibatch.
+        share: how many tokens are chosen, as a share of the minibatch's.
+    """
+    return algo.largest_share(entropy, seqs, share)
+
+
+@train(reduce="token-mean")
+@token_loss(_check_share)
+@first_pass(most_uncertain)
+def high_entropy_train(
+    policy: PolicyBatch, most_uncertain: PerToken, *, clip: float = 0.2, clip_high: float | None = None
+) -> tuple[Tensor, Metrics]:
+    """Return PPO's loss `[T]` on the tokens of the highest entropy alone, where the answer may fork.
+
+    A first pass over the whole minibatch chooses them. The loss is corrected as in `actor_train`.
+
+    Args:
+        policy: log-probs and advantages.
+        most_uncertain: bool `[T]`, from the first pass. The loss of the others is 0; they count in the mean.
+        clip: largest distance of the ratio below 1.
+        clip_high: largest distance of the ratio above 1. None: `clip`.
+
+    Returns:
+        The loss `[T]`, and metrics: `trained.sum` is the number of tokens with a loss.
+
+    Source: Wang et al. 2025, "Beyond the 80/20 rule: high-entropy minority tokens drive effective
+    reinforcement learning for LLM reasoning", the objective on the top 20 %.
+    """
+    loss, metrics = _clipped(policy.theta, policy.prox, policy.advantages, clip, clip_high)
+    return loss.masked_fill(~most_uncertain, 0), {**metrics, "trained.sum": most_uncertain}
 
 
 def _check_critic_loss(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:

@@ -15,16 +15,19 @@ def tensor(*values: float) -> torch.Tensor:
     return torch.tensor(values)
 
 
+ONE, THREE = Sequences.of([1]), Sequences.of([3])
+
+
 def test_kl_in_the_loss_by_either_estimator():
     theta, ref = tensor(-1.0), tensor(-3.0)
     out = Output(logprobs=theta, entropy=tensor(0.0))
     for estimator, kl in {"k2": 2.0, "k3": math.exp(-2) - 1 + 2}.items():
         loss, metrics = nodes.actor_train(
-            out, theta, theta, tensor(0.0), ref, kl_coef=0.5, kl_estimator=estimator
+            out, theta, theta, tensor(0.0), ONE, ref, kl_coef=0.5, kl_estimator=estimator
         )
         assert_close(loss, tensor(0.5 * kl))
         assert_close(metrics["ref_kl"], tensor(kl))
-    loss, metrics = nodes.actor_train(out, theta, theta, tensor(0.0), ref)
+    loss, metrics = nodes.actor_train(out, theta, theta, tensor(0.0), ONE, ref)
     assert_close(loss, tensor(0.0))
     assert_close(metrics["ref_kl"], tensor(math.exp(-2) - 1 + 2))  # k3, where it is only reported
 
@@ -54,6 +57,13 @@ def test_kl_in_the_loss_by_either_estimator():
         (nodes.actor_train, {"kl_estimator": "k2"}, "kl_estimator has no effect while kl_coef is 0"),
         (nodes.sapo_train, {"tau_negative": 0.0}, "tau_negative is 0.0; it must be more than 0"),
         (nodes.dppo_train, {}, "it needs max_divergence"),
+        (nodes.dppo_train, {"max_divergence": 1.0}, "max_divergence=1.0 drops nothing, as tv is at most 1"),
+        (nodes.vespo_train, {}, None),
+        (nodes.vespo_train, {"prox": "recompute"}, "other weights would count twice. Set prox=none"),
+        (nodes.vespo_train, {"lambda_negative": 0.0}, "lambda_negative is 0.0; it must be more than 0"),
+        (nodes.high_entropy_train, {"share": 1.2}, "share is 1.2; it must be more than 0 and at most 1"),
+        (nodes.actor_train, {"off_policy_limit": 0.0}, "off_policy_limit is 0.0; it must be more than 0"),
+        (nodes.gmpo_train, {"off_policy_limit": -1.0}, "off_policy_limit is -1.0; it must be more than 0"),
         (nodes.dro_train, {}, "it needs dro_beta"),
         (nodes.dro_train, {"dro_beta": 0.0}, "dro_beta is 0.0; it must be more than 0"),
         (nodes.cispo_train, {"clip": 1.0, "clip_high": 4.0}, None),
@@ -84,7 +94,9 @@ def test_clip_higher_clips_increasing_probabilities_later():
     # DAPO, equation 8: 1 - 0.2 and 1 + 0.28.
     prox = torch.zeros(3)
     out = Output(logprobs=tensor(1.25, 1.4, 0.7).log(), entropy=prox)
-    loss, metrics = nodes.actor_train(out, prox, prox, tensor(1.0, 1.0, -1.0), clip=0.2, clip_high=0.28)
+    loss, metrics = nodes.actor_train(
+        out, prox, prox, tensor(1.0, 1.0, -1.0), THREE, clip=0.2, clip_high=0.28
+    )
     assert_close(loss, tensor(-1.25, -1.28, 0.8))
     assert metrics["clip_fraction"].tolist() == [False, True, True]
     assert metrics["clip_fraction_low"].tolist() == [False, False, True]
@@ -242,7 +254,7 @@ def surrogate(
     """Return the entries of a train node, their gradients, and its metrics, with prox = behav."""
     theta = theta.clone().requires_grad_()
     out = Output(logprobs=theta, entropy=torch.zeros_like(theta))
-    loss, metrics = node(out, prox, prox, advantages, **knobs)
+    loss, metrics = node(out, prox, prox, advantages, Sequences.of([len(theta)]), **knobs)
     loss.sum().backward()
     return loss.detach(), theta.grad, metrics
 
@@ -265,7 +277,7 @@ def test_cispo_clips_the_weight_and_keeps_every_gradient():
 def test_sapo_closes_its_gate_softly():
     # Gao et al. 2025: f(r) = 4 / tau sigmoid(tau (r - 1)), whose slope is 4 s (1 - s) with s the sigmoid.
     theta, prox = tensor(0.2, 0.2, 0.4).log(), tensor(0.2, 0.2, 0.2).log()
-    knobs = {"tau_positive": 1.0, "tau_negative": 2.0, "seqs": Sequences.of([3])}
+    knobs = {"tau_positive": 1.0, "tau_negative": 2.0}
     loss, gradient, _ = surrogate(nodes.sapo_train, theta, prox, tensor(1.0, -1.0, 1.0), **knobs)
     s = 1 / (1 + math.exp(-1))
     assert_close(loss, tensor(-2.0, 1.0, -4 * s))
@@ -286,6 +298,69 @@ def test_dppo_drops_tokens_that_leave_the_trust_region():
     assert_close(kl[0], torch.tensor(0.3 * math.log(0.5) + 0.7 * math.log(0.7 / 0.4)))
     loss, *_ = surrogate(nodes.dppo_train, theta, prox, advantages, divergence="kl", max_divergence=0.05)
     assert_close(loss, tensor(0.0, 2.0, -11.0, 0.0))
+
+
+def test_a_symmetric_region_also_drops_what_would_come_back():
+    # Changes of probability 0.3 with A < 0, which the gradient reverses, and 0.05.
+    theta, prox = tensor(0.6, 0.35).log(), tensor(0.3, 0.3).log()
+    knobs = {"max_divergence": 0.1, "symmetric": True}
+    loss, _, metrics = surrogate(nodes.dppo_train, theta, prox, tensor(-1.0, 1.0), **knobs)
+    assert_close(loss, tensor(0.0, -0.35 / 0.3))
+    assert metrics["clip_fraction"].tolist() == [True, False]
+
+
+def test_vespo_weighs_sequences_by_its_kernel():
+    # Shen et al. 2026: W = 0.5 * 3 = 1.5 of two learned tokens with A > 0, and 0.5 of one with A < 0.
+    seqs = Sequences.of([3, 1], loss_mask=[False, True, True, True])
+    behav = tensor(1.0, 0.4, 0.1, 0.8).log()
+    theta = (behav + tensor(9.0, 0.5, 3.0, 0.5).log()).requires_grad_()
+    advantages = tensor(0.0, 2.0, 2.0, -1.0)
+    out = Output(logprobs=theta, entropy=behav)
+    loss, metrics = nodes.vespo_train(out, behav, behav, advantages, seqs)
+    high, low = 1.5**2 * math.exp(3 * (1 - 1.5)), 0.5**3 * math.exp(2 * (1 - 0.5))
+    assert_close(metrics["phi"][1:], tensor(high, high, low))
+    (gradient,) = torch.autograd.grad(loss[1:].sum(), theta)
+    assert_close(gradient, tensor(0.0, -2 * high, -2 * high, low))  # -phi A, and none through phi
+    assert_close(loss[3], low * theta.detach()[3])
+    _, far = algo.vespo_surrogate(tensor(0.0, 0.0), tensor(-90.0, 0.0), torch.ones(2), Sequences.of([2]))
+    assert far.tolist() == [0.0, 0.0]
+
+
+def test_bad_answers_that_the_policy_left_are_masked():
+    # DeepSeek-V3.2: means of log(behav / theta) of 0.5 (A < 0), 0.5 (A > 0) and 0.1 (A < 0), with delta 0.2.
+    seqs = Sequences.of([2, 2, 3], loss_mask=[True] * 6 + [False])
+    theta = tensor(-2.0, -1.0, -2.0, -1.0, -1.2, -1.0, -9.0)
+    behav, advantages = -torch.ones(7), tensor(-1.0, -1.0, 1.0, 1.0, -1.0, -1.0, 0.0)
+    ref, out = theta - 1, Output(logprobs=theta, entropy=behav)
+    kept = tensor(0.0, 0.0, 1.0, 1.0, 1.0, 1.0)
+    both = [
+        nodes.reinforce_train(out, behav, behav, advantages, seqs, ref, off_policy_limit=limit)
+        for limit in (0.2, None)
+    ]
+    assert_close(both[0][0][:6], kept * both[1][0][:6])
+    assert both[0][1]["off_policy"][:6].tolist() == (kept == 0).tolist()
+    assert "off_policy" not in both[1][1]
+    # The KL to the reference still holds masked tokens.
+    knobs = {"kl_coef": 0.5, "off_policy_limit": 0.2}
+    loss, _ = nodes.reinforce_train(out, behav, behav, advantages, seqs, ref, **knobs)
+    assert_close(loss[0], tensor(0.5 * algo.kl_k3(theta[0], ref[0]).item())[0])
+    whole = tensor(-1.0, 1.0, -1.0)
+    loss, metrics = nodes.gspo_train(out, behav, behav, whole, seqs, off_policy_limit=0.2)
+    assert metrics["off_policy"].tolist() == [True, False, False]
+    assert loss.tolist()[0] == 0 != loss.tolist()[2]
+
+
+def test_the_loss_of_uncertain_tokens_alone():
+    # Wang et al. 2025: the top half of four learned tokens by entropy.
+    seqs = Sequences.of([3, 2], loss_mask=[False, True, True, True, True])
+    entropy = tensor(9.0, 0.1, 2.0, 0.5, 0.0)
+    chosen = nodes.high_entropy_train.__hflow_first_pass__(entropy, seqs, share=0.5)
+    assert chosen.tolist() == [False, False, True, True, False]
+    theta = tensor(1.0, 1.5, 1.5, 0.9, 0.9).log().requires_grad_()
+    prox, out = torch.zeros(5), Output(logprobs=theta, entropy=entropy)
+    loss, metrics = nodes.high_entropy_train(out, prox, prox, torch.ones(5), seqs, chosen)
+    assert_close(loss, tensor(0.0, 0.0, -1.2, -0.9, 0.0))
+    assert int(metrics["trained.sum"].sum()) == 2
 
 
 def test_reinforce_and_dro_have_the_gradients_of_their_papers():
@@ -334,12 +409,14 @@ def test_losses_of_the_entropy_mechanism():
     prox = tensor(0.2, 0.2, 0.2).log()
     theta, chosen = (prox + math.log(1.5)).requires_grad_(), torch.tensor([True, False, False])
     out, advantages = Output(logprobs=theta, entropy=prox), tensor(-1.0, -1.0, 1.0)
-    loss, metrics = nodes.clip_cov_train(out, prox, prox, advantages, chosen)
+    loss, metrics = nodes.clip_cov_train(out, prox, prox, advantages, THREE, chosen)
     assert_close(loss, tensor(0.0, 1.5, -1.2))
     (gradient,) = torch.autograd.grad(loss.sum(), theta)
     assert gradient.tolist() == pytest.approx([0.0, 1.5, 0.0])
     assert (int(metrics["dropped.sum"].sum()), metrics["clip_fraction"].tolist()) == (1, [False, False, True])
-    loss, metrics = nodes.kl_cov_train(out, prox - math.log(2), prox, advantages, chosen, cov_kl_coef=0.5)
+    loss, metrics = nodes.kl_cov_train(
+        out, prox - math.log(2), prox, advantages, THREE, chosen, cov_kl_coef=0.5
+    )
     assert_close(loss, 2 * tensor(1.5 + 0.5 * math.log(1.5), 1.5, -1.5))
     (gradient,) = torch.autograd.grad(loss.sum(), theta)
     assert gradient.tolist() == pytest.approx([2 * (1.5 + 0.5), 3.0, -3.0])
