@@ -527,6 +527,24 @@ def apo_loss(chosen: Tensor, rejected: Tensor, kind: Literal["zero", "down"]) ->
     return chosen.sigmoid() - (chosen - rejected).sigmoid()
 
 
+def kto_loss(log_ratio: Tensor, reference_point: Tensor, desirable: Tensor, beta: float) -> Tensor:
+    """Return the loss of KTO on single answers that are labelled as good or bad.
+
+    `1 - sigmoid(beta (h - z))` for good answers, and `1 - sigmoid(beta (z - h))` for bad ones.
+
+    Args:
+        log_ratio: h, the log-ratio to the reference of the answer.
+        reference_point: z, the KL of the policy from the reference, 0 or more, without gradient.
+        desirable: True for good answers.
+        beta: weight of the KL to the reference that the loss implies.
+
+    Source: Ethayarajh et al. 2024, "KTO: model alignment as prospect theoretic optimization", equation 8,
+    without the weights of good and bad answers.
+    """
+    gain = beta * (log_ratio - reference_point)
+    return 1 - torch.where(desirable, gain, -gain).sigmoid()
+
+
 def orpo_loss(chosen: Tensor, rejected: Tensor, odds_coef: float) -> Tensor:
     """Return the loss of ORPO: `-log p(chosen) - odds_coef log sigmoid(log(odds(chosen) / odds(rejected)))`.
 

@@ -129,13 +129,19 @@ def _refuse_single_samples(seqs: Sequences) -> None:
         )
 
 
-def _check_group_advantage(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
+def _check_std(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
     if knobs["eps"] <= 0:
         return f"eps is {knobs['eps']}; it must be more than 0"
-    if not knobs["std"] and knobs["std_over"] != "group":
-        return "std_over has no effect with std=false. Remove one of them"
     if not knobs["std"] and knobs["eps"] != _EPS:
         return "eps has no effect with std=false. Remove one of them"
+    return None
+
+
+def _check_group_advantage(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
+    if problem := _check_std(knobs, reads):
+        return problem
+    if not knobs["std"] and knobs["std_over"] != "group":
+        return "std_over has no effect with std=false. Remove one of them"
     if not 0 <= knobs["length_power"] <= 1:
         return f"length_power is {knobs['length_power']}; it must be from 0 to 1"
     return None
@@ -180,6 +186,77 @@ def gpg_advantage(reward: PerSequence, seqs: Sequences) -> PerSequence:
     """Return each reward minus its group's mean, rescaled for equal ones (GPG, `algo.rescaled_advantage`)."""
     _refuse_single_samples(seqs)
     return algo.rescaled_advantage(reward, seqs)
+
+
+@compute(returns="advantages", min_group=2)
+@checked_by(_check_std)
+def best_advantage(
+    reward: PerSequence, seqs: Sequences, *, std: bool = False, eps: float = _EPS
+) -> PerSequence:
+    """Return the lead of a group's best sample over the second best, 0 elsewhere (`algo.best_advantage`).
+
+    Args:
+        reward: `[S]`.
+        seqs: the layout of the batch.
+        std: divide by the standard deviation of the group.
+        eps: added to the standard deviation.
+    """
+    _refuse_single_samples(seqs)
+    return algo.best_advantage(reward, seqs, std, eps)
+
+
+@compute(returns="advantages", min_group=2)
+def maxrl_advantage(reward: PerSequence, seqs: Sequences) -> PerSequence:
+    """Return each reward minus its group's mean, over the mean (MaxRL, `algo.mean_normalised_advantage`).
+
+    Raises:
+        RunError: if a reward is negative.
+    """
+    _refuse_single_samples(seqs)
+    if bool((reward < 0).any()):
+        raise RunError(
+            "maxrl_advantage divides by the mean reward: rewards must be 0 or more, such as 0 and 1"
+        )
+    return algo.mean_normalised_advantage(reward, seqs)
+
+
+@compute(returns="advantages", min_group=2)
+def optimal_token_advantage(reward: PerSequence, logit_gradient: PerToken, seqs: Sequences) -> PerToken:
+    """Return rewards minus the optimal token baseline (`algo.optimal_token_advantage`).
+
+    Args:
+        reward: `[S]`.
+        logit_gradient: `[T]`, from `logit_gradient_inf`.
+        seqs: the layout of the batch.
+    """
+    _refuse_single_samples(seqs)
+    return algo.optimal_token_advantage(reward, logit_gradient, seqs)
+
+
+def _check_role(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
+    decay = knobs["decay"]
+    return None if 0 <= decay < 1 else f"decay is {decay}; it must be from 0 to less than 1"
+
+
+@compute(returns="advantages")
+@checked_by(_check_role)
+def role_advantage(
+    reward: PerSequence, role: Text, state: State, *, decay: float = 0.95
+) -> tuple[PerSequence, Metrics]:
+    """Return each reward minus the moving average of its role's rewards (`algo.moving_baseline_advantage`).
+
+    Args:
+        reward: `[S]`.
+        role: the role of each sample, such as the name of a game and its player's place.
+        state: remembers the average of each role.
+        decay: how much of the average is kept at each sample.
+
+    Returns:
+        Advantages `[S]`, and metrics: `baseline`, the mean over roles.
+    """
+    advantages, averages = algo.moving_baseline_advantage(reward, role, state, decay)
+    state.update(averages)
+    return advantages, {"baseline": sum(averages.values()) / max(len(averages), 1)}
 
 
 @compute(returns="advantages", min_group=2)
@@ -253,11 +330,7 @@ def pass_at_k_advantage(
 
 
 def _check_turn_advantage(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
-    if knobs["eps"] <= 0:
-        return f"eps is {knobs['eps']}; it must be more than 0"
-    if not knobs["std"] and knobs["eps"] != _EPS:
-        return "eps has no effect with std=false. Remove one of them"
-    return _unit_problem(knobs, "gamma")
+    return _check_std(knobs, reads) or _unit_problem(knobs, "gamma")
 
 
 @compute(returns="advantages", min_group=2)

@@ -14,7 +14,7 @@ from hflow.nodes.policy_loss import (
     sequence_loss,
     token_loss,
 )
-from hflow.types import Metrics, Output, PerGroup, PerToken, Sequences, Tensor
+from hflow.types import Metrics, Output, PerGroup, PerSequence, PerToken, Sequences, Tensor
 
 
 def _check_dual_clip(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
@@ -601,6 +601,62 @@ def dpo(
         "apo_down": lambda: algo.apo_loss(chosen, rejected, "down"),
     }
     return losses[loss](), {"margin": margin, "accuracy": margin > 0}
+
+
+def reference_point(logprobs: PerToken, ref_logprobs: PerToken, seqs: Sequences) -> PerSequence:
+    """Return the KL of the policy from the reference for `kto`, the same `[S]` for the whole minibatch.
+
+    It is the mean log-ratio of the unrelated answers, the second of each group, and at least 0.
+
+    Args:
+        logprobs: `[T]`, under the weights of the update.
+        ref_logprobs: `[T]`, log-probs under the reference model.
+        seqs: the layout of the minibatch.
+    """
+    _, unrelated = seqs.members(seqs.sum(logprobs - ref_logprobs))
+    return unrelated.mean().clamp(min=0).expand(len(seqs))
+
+
+@train(reduce="group-mean")
+@checked_by(more_than_zero("beta", "desirable_weight", "undesirable_weight"))
+@first_pass(reference_point)
+def kto(
+    out: Output,
+    ref_logprobs: PerToken,
+    desirable: PerSequence,
+    reference_point: PerSequence,
+    seqs: Sequences,
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> tuple[PerGroup, Metrics]:
+    """Return the loss `[P]` of KTO on answers that are good or bad, each with an unrelated one (`kto_view`).
+
+    A first pass over the whole minibatch computes the reference point from the unrelated answers, which are
+    not learned.
+
+    Args:
+        out: log-probs of the policy that is trained.
+        ref_logprobs: `[T]`, log-probs under the reference model.
+        desirable: `[S]`, not 0 for good answers.
+        reference_point: `[S]`, from the first pass.
+        seqs: the layout of the batch.
+        beta: weight of the KL to the reference that the loss implies.
+        desirable_weight: factor of the loss of good answers.
+        undesirable_weight: factor of the loss of bad answers.
+
+    Returns:
+        The loss `[P]`, and metrics: the `reference_point`, and `accuracy`, the share of good answers above it
+        and bad ones below.
+
+    Source: Ethayarajh et al. 2024, "KTO: model alignment as prospect theoretic optimization", equation 8.
+    """
+    log_ratio, _ = seqs.members(seqs.sum(out.logprobs - ref_logprobs))
+    is_good, point = (seqs.members(x)[0] for x in (desirable != 0, reference_point))
+    weight = undesirable_weight + (desirable_weight - undesirable_weight) * is_good
+    loss = weight * algo.kto_loss(log_ratio, point, is_good, beta)
+    return loss, {"reference_point": point, "accuracy": (log_ratio > point) == is_good}
 
 
 @train(reduce="group-mean")

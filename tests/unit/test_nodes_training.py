@@ -79,6 +79,7 @@ def test_kl_in_the_loss_by_either_estimator():
         (nodes.dpo, {"loss": "robust"}, "loss=robust without label_smoothing is loss=sigmoid"),
         (nodes.dpo, {"loss": "exo_pair"}, "loss=exo_pair needs label_smoothing"),
         (nodes.dpo, {"loss": "exo_pair", "label_smoothing": 0.1}, None),
+        (nodes.kto, {"undesirable_weight": 0.0}, "undesirable_weight is 0.0; it must be more than 0"),
         (nodes.orpo, {"odds_coef": 0.0}, "odds_coef is 0.0; it must be more than 0"),
         (nodes.reward_train, {"centring_coef": -1.0}, "centring_coef is -1.0; it must be 0 or more"),
         (nodes.distill_train, {"beta": 1.5}, "beta is 1.5; it must be from 0 to 1"),
@@ -225,6 +226,24 @@ def test_orpo_by_hand():
     certain = torch.zeros(1, requires_grad=True)  # p = 1
     algo.orpo_loss(certain, tensor(-1.0), 0.5).sum().backward()
     assert torch.isfinite(certain.grad).all()
+
+
+def test_kto_by_hand():
+    # Ethayarajh et al. 2024, equation 8. Log-ratios 1 and 2; the unrelated answers' are 3 and -2: z = 0.5.
+    seqs = Sequences.of([2, 1, 1, 1], group=[0, 0, 1, 1])
+    ref = torch.zeros(5)
+    theta = tensor(0.5, 0.5, 3.0, 2.0, -2.0).requires_grad_()
+    point = nodes.kto.__hflow_first_pass__(theta.detach(), ref, seqs)
+    assert point.tolist() == [0.5] * 4
+    knobs = {"beta": 0.2, "desirable_weight": 2.0, "undesirable_weight": 0.5}
+    loss, metrics = nodes.kto(Output(logprobs=theta), ref, tensor(1, 1, 0, 0), point, seqs, **knobs)
+    good, bad = sigmoid(0.2 * (1 - 0.5)), sigmoid(0.2 * (0.5 - 2))
+    assert_close(loss, tensor(2 * (1 - good), 0.5 * (1 - bad)))
+    assert metrics["accuracy"].tolist() == [True, False]
+    (gradient,) = torch.autograd.grad(loss.sum(), theta)
+    slopes = [-2 * 0.2 * good * (1 - good)] * 2 + [0, 0.5 * 0.2 * bad * (1 - bad), 0]
+    assert_close(gradient, tensor(*slopes))
+    assert not nodes.kto.__hflow_first_pass__(-theta.detach(), ref, seqs).any()  # a mean of -0.5 counts as 0
 
 
 def test_dft_weighs_by_the_probability():
