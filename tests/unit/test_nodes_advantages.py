@@ -183,7 +183,7 @@ def test_roles_have_moving_baselines():
 
 
 def test_the_optimal_token_baseline_weighs_by_energy():
-    # Li et al. 2026. Rewards 1 and 0 of one group; energies 1, 1 + 3 and 3, 3 + 1, 4 + 4 without a tool's token.
+    # Li et al. 2026. Rewards 1 and 0; energies 1, 1 + 3 and 3, 3 + 1, 4 + 4, without a tool's token.
     seqs = Sequences.of([2, 4, 1, 1], loss_mask=[1, 1, 1, 0, 1, 1, 1, 1], group=[0, 0, 1, 1])
     gradient = tensor(1.0, 3.0, 3.0, 9.0, 1.0, 4.0, 1.0, 1.0)
     found = nodes.optimal_token_advantage(tensor(1.0, 0.0, 2.0, 4.0), gradient, seqs)
