@@ -27,10 +27,11 @@ ADVANTAGES = {
     "gpg": "not translated: `nodes.gpg_advantage` rescales by other samples than verl, those of groups whose "
     "rewards differ",
     "gdpo": "not translated: `nodes.gdpo_advantage`, with a node for each reward",
-    "grpo_passk": "not translated: a body per group, the lead of the best reward over the second for the "
-    "best sample. `nodes.pass_at_k_advantage` is another estimator",
-    "optimal_token_baseline": "not translated: a `@compute` body in the recipe",
-    "tir_optimal_token_baseline": "not translated: a `@compute` body in the recipe",
+    "grpo_passk": "`nodes.best_advantage`",
+    "optimal_token_baseline": "`nodes.optimal_token_advantage`, with the probabilities of the 16 likeliest "
+    "tokens from `nodes.logit_gradient_inf`",
+    "tir_optimal_token_baseline": "not translated: `nodes.optimal_token_advantage`, whose advantage is 0 "
+    "where only one answer is left. verl's is the reward there",
 }
 """Value of `algorithm.adv_estimator` -> hflow's node, in words."""
 _ADVANTAGE_NODES = {
@@ -38,7 +39,7 @@ _ADVANTAGE_NODES = {
     for name, text in ADVANTAGES.items()
     if not text.startswith("not")
 }
-_PER_TOKEN = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+_PER_TOKEN = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "optimal_token_baseline")
 """Estimators whose advantages are those of tokens."""
 LOSSES = {
     "vanilla": "`nodes.actor_train`",
@@ -234,7 +235,7 @@ TABLES: dict[str, Sequence[Row]] = {
         same("algorithm.adv_estimator", "", values=ADVANTAGES),
         same("algorithm.gamma", "nodes.gae.gamma nodes.returns_to_go.gamma"),
         same("algorithm.lam", "nodes.gae.lam", "0.95 by default here"),
-        same("algorithm.norm_adv_by_std_in_grpo", "nodes.group_advantage.std"),
+        same("algorithm.norm_adv_by_std_in_grpo", "nodes.group_advantage.std nodes.best_advantage.std"),
         same("algorithm.use_kl_in_reward", "", "`nodes.kl_reward`, of `gae` and `reinforce_plus_plus`"),
         same("algorithm.kl_ctrl.kl_coef", "nodes.kl_reward.beta"),
         same("algorithm.kl_penalty", "nodes.kl_reward.estimator", "`kl` is `k1`, `low_var_kl` is `k3`"),
@@ -282,7 +283,7 @@ TABLES: dict[str, Sequence[Row]] = {
         automatic(f"{ACTOR}.shuffle", "minibatches are drawn with `seed`"),
         automatic(f"{ACTOR}.data_loader_seed", "`seed` of the run"),
         automatic(f"{ACTOR}.rollout_n", "`nodes.actor_gen.group`"),
-        missing(f"{ACTOR}.calculate_sum_pi_squared"),
+        automatic(f"{ACTOR}.calculate_sum_pi_squared", "with `nodes.logit_gradient_inf`"),
         missing(f"{ACTOR}.freeze_vision_tower", "texts only"),
     ],
     "The engine's log-probs": [
@@ -623,6 +624,14 @@ def _advantages(given: Given, draft: RecipeDraft) -> None:
             draft.set("nodes.group_advantage.eps", 1e-6)
         else:
             draft.set("nodes.group_advantage.std", False)
+    elif draft.advantage == "best_advantage" and given.flag("algorithm.norm_adv_by_std_in_grpo"):
+        draft.set("nodes.best_advantage.std", True)
+        draft.set("nodes.best_advantage.eps", 1e-6)
+    elif draft.advantage == "optimal_token_advantage":
+        note = "the sum of squared probabilities is that of the 16 likeliest tokens here"
+        if given.is_set(f"{CORRECTION}.rollout_is"):
+            note += ", and verl also weighs the baseline by the squared weights of rollout_is"
+        given.differs("algorithm.adv_estimator", note)
     if draft.needs_token_rewards:
         draft.set(f"nodes.{draft.advantage}.gamma", given.number("algorithm.gamma"))
     if draft.advantage == "gae":
