@@ -20,6 +20,7 @@ from hflow.algo.advantages import (
 )
 from hflow.algo.kl import (
     MAX_KL,
+    adapted_entropy_weight,
     adapted_kl_weight,
     entropy,
     kl_estimate,
@@ -71,6 +72,7 @@ from hflow.algo.ratios import is_bounded, policy_ratio
 
 __all__ = [
     "MAX_KL",
+    "adapted_entropy_weight",
     "adapted_kl_weight",
     "apo_loss",
     "behav_weight",

@@ -127,6 +127,23 @@ def adapted_kl_weight(weight: float, kl: float, target: float, gain: float) -> f
     return weight * (1 + gain * error)
 
 
+def adapted_entropy_weight(
+    weight: float, entropy: float, target: float, change: float, upper: float
+) -> float:
+    """Return the weight of the entropy for the next step: larger by `change` if it is at its target or below.
+
+    Args:
+        weight: the weight of this step.
+        entropy: the mean entropy of a token, in nats.
+        target: the entropy to keep.
+        change: the change of the weight. Above the target it becomes smaller by as much, and at least 0.
+        upper: the largest weight.
+
+    Source: He et al. 2025, "Skywork open reasoner 1 technical report", adaptive entropy control.
+    """
+    return min(max(weight + (change if entropy <= target else -change), 0.0), upper)
+
+
 def entropy(logits: Tensor) -> Tensor:
     """Return the entropy in nats of softmax(logits): `[..., V]` -> `[...]`, `H = logsumexp(l) - sum p l`."""
     total = torch.logsumexp(logits, dim=-1)

@@ -9,6 +9,7 @@ from typing import Any
 from hflow.dsl.implicit_nodes import actor_inf
 from hflow.environments.interface import ENVIRONMENTS, adapter_named
 from hflow.nodes.advantages import (
+    adaptive_entropy,
     best_advantage,
     gae,
     gdpo_advantage,
@@ -30,6 +31,7 @@ from hflow.nodes.inference import (
     chat_gen,
     chat_view,
     critic_inf,
+    entropy_inf,
     kto_view,
     logit_gradient_inf,
     pair,
@@ -70,6 +72,7 @@ __all__ = [
     "actor_gen",
     "actor_inf",
     "actor_train",
+    "adaptive_entropy",
     "behav_weights",
     "best_advantage",
     "chat_gen",
@@ -82,6 +85,7 @@ __all__ = [
     "dpo",
     "dppo_train",
     "dro_train",
+    "entropy_inf",
     "gae",
     "gdpo_advantage",
     "gmpo_train",

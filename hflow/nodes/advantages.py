@@ -1,4 +1,4 @@
-"""Compute nodes from rewards to advantages, on whole batches."""
+"""Compute nodes from rewards to advantages, and a weight of the loss, on whole batches."""
 
 from __future__ import annotations
 
@@ -76,6 +76,51 @@ def kl_reward(
         "sequence_kl": sequence_kl,
         "beta": weight,
     }
+
+
+def _check_adaptive_entropy(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
+    for name in ("target", "change"):
+        if knobs[name] <= 0:
+            return f"{name} is {knobs[name]}; it must be more than 0"
+    if not 0 <= knobs["initial"] <= knobs["upper"]:
+        return f"initial is {knobs['initial']} and upper is {knobs['upper']}; it must be between 0 and upper"
+    return None
+
+
+@compute(returns="entropy_weights")
+@checked_by(_check_adaptive_entropy)
+def adaptive_entropy(
+    prox_entropy: PerToken,
+    seqs: Sequences,
+    state: State,
+    *,
+    target: float = 0.2,
+    change: float = 0.005,
+    initial: float = 0.0,
+    upper: float = 1.0,
+) -> tuple[PerToken, Metrics]:
+    """Return the weight of the entropy in the loss, which keeps the entropy from falling below a target.
+
+    The weight follows `algo.adapted_entropy_weight`, and counts in steps whose entropy is at the target or
+    below. Losses of tokens read it in the place of `entropy_coef`.
+
+    Args:
+        prox_entropy: `[T]`, from `entropy_inf`.
+        seqs: the layout of the batch.
+        state: remembers the weight.
+        target: mean entropy of a token in nats.
+        change: change of the weight after each step.
+        initial: weight of the first step.
+        upper: largest weight.
+
+    Returns:
+        Weights `[T]`, all the same, and metrics.
+    """
+    weight = state.get("weight", initial)
+    entropy = float(prox_entropy[seqs.loss_mask].mean())
+    state["weight"] = algo.adapted_entropy_weight(weight, entropy, target, change, upper)
+    applied = weight if entropy <= target else 0.0
+    return prox_entropy.new_full(prox_entropy.shape, applied), {"entropy": entropy, "weight": applied}
 
 
 def _check_gae(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:

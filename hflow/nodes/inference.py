@@ -109,6 +109,12 @@ def ref_inf(out: Output) -> PerToken:
     return out.logprobs
 
 
+@infer(returns=("prox_logprobs", "prox_entropy"))
+def entropy_inf(out: Output) -> tuple[PerToken, PerToken]:
+    """Return log-probs and entropy `[T]` at the start of the step, in the place of `actor_inf`."""
+    return out.logprobs, out.entropy
+
+
 @infer(returns=("values", "bootstrap"))
 def critic_inf(out: Output) -> tuple[PerToken, PerSequence]:
     """Return V before each token `[T]`, and V after the last one `[S]`."""

@@ -87,6 +87,7 @@ def _correct_tokens(
     seqs: Sequences,
     ref_logprobs: PerToken | None = None,
     behav_weights: PerToken | None = None,
+    entropy_weights: PerToken | None = None,
     *,
     behav_weight_cap: float | None = 5.0,
     over_cap: Literal["mask", "truncate"] = "mask",
@@ -107,6 +108,7 @@ def _correct_tokens(
         seqs: the layout of the batch.
         ref_logprobs: `[T]`, needed if `kl_coef` is not 0. Else the KL to the reference is only reported.
         behav_weights: `[T]`, weights in the place of w, from the node `behav_weights`.
+        entropy_weights: `[T]`, weights in the place of `entropy_coef`, from the node `adaptive_entropy`.
         behav_weight_cap: largest weight `exp(prox - behav)` of a token. None: no limit.
         over_cap: give tokens with a larger weight the weight 0 (`mask`) or the cap (`truncate`).
         kl_coef: weight of the KL to the reference in the loss.
@@ -145,7 +147,9 @@ def _correct_tokens(
         entries = entries + kl_coef * ref_kl
     elif ref_logprobs is not None:
         metrics["ref_kl"] = algo.kl_k3(theta.detach(), ref_logprobs, cap=None)
-    if entropy_coef:
+    if entropy_weights is not None:
+        entries = entries - entropy_weights * out.entropy
+    elif entropy_coef:
         entries = entries - entropy_coef * out.entropy
     return entries, metrics
 
@@ -273,6 +277,8 @@ def _no_effect(defaults: Mapping[str, Any], knobs: Mapping[str, Any], reads: Col
             return f"{name} has no effect while kl_coef is 0. Set kl_coef, or remove {name}"
     if knobs.get("kl_importance") and knobs["kl_estimator"] != "k3":
         return f"kl_importance needs kl_estimator=k3, not {knobs['kl_estimator']}, whose gradient differs"
+    if "entropy_weights" in reads and knobs["entropy_coef"]:
+        return "entropy_coef has no effect beside the node that returns entropy_weights. Remove one of them"
     for name in ("behav_weight_cap", "over_cap"):
         if "behav_weights" in reads and knobs[name] != defaults[name]:
             return f"{name} has no effect beside the node that returns behav_weights. Set its bounds instead"

@@ -108,9 +108,12 @@ TABLES: dict[str, Sequence[Row]] = {
             "nodes.high_entropy_train.share",
             "of a minibatch here, of each forward pass in TRL; with PPO's loss, without `delta`",
         ),
-        manual("use_adaptive_entropy", _BODY),
-        manual("entropy_coef_*", note=_BODY),
-        manual("entropy_target", _BODY),
+        manual(
+            "use_adaptive_entropy",
+            "`nodes.adaptive_entropy` and `nodes.entropy_inf`, once per step of the run",
+        ),
+        manual("entropy_coef_*", note="`nodes.adaptive_entropy`: `change`, `upper`"),
+        manual("entropy_target", "`nodes.adaptive_entropy.target`"),
         same(
             "off_policy_mask_threshold",
             "nodes.actor_train.off_policy_limit",

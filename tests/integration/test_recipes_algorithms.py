@@ -73,13 +73,16 @@ IN_GRPO = {
         "nodes.group_advantage": "use(nodes.logit_gradient_inf, actor, k=4), nodes.optimal_token_advantage"
     },
     "roles": {"nodes.group_advantage": 'use(nodes.role_advantage, reads={"role": "answer"})'},
+    "adaptive entropy": {
+        "score,\n": "score, use(nodes.entropy_inf, actor), nodes.adaptive_entropy,\n",
+    },
     "maxrl": {"nodes.group_advantage": "nodes.maxrl_advantage"},
     "best": {"nodes.group_advantage": "nodes.best_advantage"},
 }
 """What takes the place of a node of `recipes/grpo.py`."""
 
 
-@pytest.mark.first(4)
+@pytest.mark.first(5)
 @pytest.mark.parametrize("name", IN_GRPO)
 def test_a_node_takes_the_place_of_another(name: str, rows: list[str], tmp_path: Path) -> None:
     text = (ROOT / "recipes" / "grpo.py").read_text()

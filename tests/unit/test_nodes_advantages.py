@@ -168,6 +168,21 @@ def test_maxrl_sums_pass_at_k():
     assert float(total) == pytest.approx(1 + (1 - p))
 
 
+def test_the_weight_of_the_entropy_follows_its_target():
+    # Skywork-OR1: it counts at the target or below, and grows there; above, it shrinks to 0 at least.
+    state, knobs = State(), {"target": 1.0, "change": 0.25, "upper": 0.5}
+    low, high = tensor(9.0, 0.5, 1.5, 1.0, 1.0), tensor(0.0, 2.0, 2.0, 2.0, 2.0)
+    found = []
+    for entropy in (low, low, low, high, high, high, low):
+        weights, metrics = nodes.adaptive_entropy(entropy, SEQS, state, **knobs)
+        assert weights.tolist() == [metrics["weight"]] * 5
+        found.append((metrics["weight"], state["weight"]))
+    assert found == [(0, 0.25), (0.25, 0.5), (0.5, 0.5), (0, 0.25), (0, 0), (0, 0), (0, 0.25)]
+    out = Output(logprobs=BEHAV, entropy=low)
+    loss, _ = nodes.actor_train(out, BEHAV, BEHAV, torch.zeros(5), SEQS, entropy_weights=tensor(*[0.25] * 5))
+    assert_close(loss, -low / 4)
+
+
 def test_roles_have_moving_baselines():
     # SPIRAL: b = 0.5 b + 0.5 r from 0, then r - b. White: 0.5, then 0.25 - 0.5; black: -0.5.
     state = State()
@@ -247,6 +262,9 @@ def test_groups_of_one_are_refused(node):
         (nodes.group_advantage, {"std": False, "std_over": "batch"}, (), "std_over has no effect"),
         (nodes.group_advantage, {"eps": 0.0}, (), "eps is 0.0; it must be more than 0"),
         (nodes.best_advantage, {"eps": 0.1}, (), "eps has no effect with std=false"),
+        (nodes.adaptive_entropy, {"change": 0.0}, (), "change is 0.0; it must be more than 0"),
+        (nodes.adaptive_entropy, {"initial": 2.0}, (), "initial is 2.0 and upper is 1.0"),
+        (nodes.actor_train, {"entropy_coef": 0.1}, ("entropy_weights",), "entropy_coef has no effect beside"),
         (nodes.role_advantage, {"decay": 1.0}, (), "decay is 1.0; it must be from 0 to less than 1"),
         (nodes.group_advantage, {"length_power": 2.0}, (), "length_power is 2.0; it must be from 0 to 1"),
         (
