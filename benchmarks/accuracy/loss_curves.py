@@ -49,7 +49,7 @@ def run(task: str, loss: str, seed: int) -> list[tuple[int, float]]:
 
 
 def means(lines: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the accuracy of each loss of a task by step: the mean over seeds, and that of each at the end."""
+    """Return the accuracy of each loss of a task by step, as the mean over seeds, and all at the end."""
     found = {}
     for loss in dict.fromkeys(line["loss"] for line in lines):
         curves = [line["accuracy"] for line in lines if line["loss"] == loss]
