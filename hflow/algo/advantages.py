@@ -90,6 +90,33 @@ def best_advantage(reward: Tensor, seqs: Sequences, std: bool = False, eps: floa
     return lead.to(_float_dtype(reward))
 
 
+def is_best_or_worst(reward: Tensor, seqs: Sequences, best: int, worst: int) -> Tensor:
+    """Return a mask of the samples with the largest and the smallest rewards of each group: PF-PPO's filter.
+
+    A reward model is more often right about these than about the samples between them. Of equal rewards, the
+    first sample counts as better.
+
+    Args:
+        reward: `[S]`.
+        seqs: the layout of the batch.
+        best: number of samples with the largest rewards.
+        worst: number of samples with the smallest rewards.
+
+    Returns:
+        bool `[S]`.
+
+    Source: Shen and Zhang 2024, "Policy filtration in RLHF to fine-tune LLM for code generation", the
+    best-worst filter.
+    """
+    by_reward = reward.argsort(descending=True, stable=True)
+    order = by_reward[seqs.group[by_reward].argsort(stable=True)]
+    count = seqs.group_count()
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(len(order), device=order.device)
+    rank = rank - (count.cumsum(0) - count)[seqs.group]
+    return (rank < best) | (rank >= count[seqs.group] - worst)
+
+
 def mean_normalised_advantage(reward: Tensor, seqs: Sequences) -> Tensor:
     """Return each reward minus its group's mean, over the mean: MaxRL, `(r_i - mean(r)) / mean(r)`.
 

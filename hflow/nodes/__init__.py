@@ -11,6 +11,7 @@ from hflow.environments.interface import ENVIRONMENTS, adapter_named
 from hflow.nodes.advantages import (
     adaptive_entropy,
     best_advantage,
+    best_worst_mask,
     gae,
     gdpo_advantage,
     gpg_advantage,
@@ -75,6 +76,7 @@ __all__ = [
     "adaptive_entropy",
     "behav_weights",
     "best_advantage",
+    "best_worst_mask",
     "chat_gen",
     "chat_view",
     "cispo_train",

@@ -250,6 +250,35 @@ def best_advantage(
     return algo.best_advantage(reward, seqs, std, eps)
 
 
+def _check_best_worst(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
+    best, worst = knobs["best"], knobs["worst"]
+    if min(best, worst) < 0 or best + worst < 1:
+        return f"best is {best} and worst is {worst}; they must be 0 or more, and one of them more than 0"
+    return None
+
+
+@compute(returns="is_kept", min_group=2)
+@checked_by(_check_best_worst)
+def best_worst_mask(reward: PerSequence, seqs: Sequences, *, best: int = 1, worst: int = 1) -> PerSequence:
+    """Return a mask of a group's best and worst samples (`algo.is_best_or_worst`); `mask="is_kept"` uses it.
+
+    Args:
+        reward: `[S]`.
+        seqs: the layout of the batch.
+        best: number of samples with the largest rewards.
+        worst: number of samples with the smallest rewards.
+
+    Raises:
+        RunError: if all samples of each group are kept.
+    """
+    if len(seqs) and int(seqs.group_count().max()) <= best + worst:
+        raise RunError(
+            f"best_worst_mask keeps all samples of each prompt, as none has more than best + worst = "
+            f"{best + worst}. Set group= of the generate node higher, or remove best_worst_mask"
+        )
+    return algo.is_best_or_worst(reward, seqs, best, worst)
+
+
 @compute(returns="advantages", min_group=2)
 def maxrl_advantage(reward: PerSequence, seqs: Sequences) -> PerSequence:
     """Return each reward minus its group's mean, over the mean (MaxRL, `algo.mean_normalised_advantage`).

@@ -250,8 +250,8 @@ TABLES: dict[str, Sequence[Row]] = {
         same("algorithm.filter_groups.metric", "", "the reward; others are columns of that body"),
         manual("algorithm.filter_groups.max_num_gen_batches", "`schedule.max_refused_per_step`, in prompts"),
         automatic("algorithm.filter_groups.max_inflight_gen_batches", "refused prompts are replaced at once"),
-        manual("algorithm.use_pf_ppo", "a `@compute` body in the recipe"),
-        manual("algorithm.pf_ppo.*", note="a `@compute` body in the recipe"),
+        manual("algorithm.use_pf_ppo", "`nodes.best_worst_mask` filters samples; a batch is not resampled"),
+        manual("algorithm.pf_ppo.*", note="`nodes.best_worst_mask`"),
     ],
     "The actor's loss": [
         same(f"{ACTOR}.policy_loss.loss_mode", "", values=LOSSES),

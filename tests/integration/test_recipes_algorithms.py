@@ -76,13 +76,17 @@ IN_GRPO = {
     "adaptive entropy": {
         "score,\n": "score, use(nodes.entropy_inf, actor), nodes.adaptive_entropy,\n",
     },
+    "best and worst": {
+        "score,\n": "score, use(nodes.best_worst_mask, best=2),\n",
+        'prox="none"': 'prox="none", mask="is_kept"',
+    },
     "maxrl": {"nodes.group_advantage": "nodes.maxrl_advantage"},
     "best": {"nodes.group_advantage": "nodes.best_advantage"},
 }
 """What takes the place of a node of `recipes/grpo.py`."""
 
 
-@pytest.mark.first(5)
+@pytest.mark.first(6)
 @pytest.mark.parametrize("name", IN_GRPO)
 def test_a_node_takes_the_place_of_another(name: str, rows: list[str], tmp_path: Path) -> None:
     text = (ROOT / "recipes" / "grpo.py").read_text()

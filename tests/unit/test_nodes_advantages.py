@@ -146,6 +146,17 @@ def test_the_best_sample_gets_its_lead():
     assert nodes.best_advantage(tensor(3.0, 1.0, 1.0), Sequences.of([1] * 3, group=[0, 1, 1])).sum() == 0
 
 
+def test_the_best_and_worst_of_a_group_are_kept():
+    seqs = Sequences.of([1] * 7, group=[0, 1, 0, 0, 1, 1, 1])
+    reward = tensor(1.0, 2.0, 3.0, 2.0, 0.0, 2.0, 1.0)
+    kept = nodes.best_worst_mask(reward, seqs)
+    assert kept.tolist() == [True, True, True, False, True, False, False]  # of equal ones the first
+    kept = nodes.best_worst_mask(reward, seqs, best=0, worst=2)
+    assert kept.tolist() == [True, False, False, True, True, False, True]
+    with pytest.raises(RunError, match=r"keeps all samples .* best \+ worst = 4"):
+        nodes.best_worst_mask(reward, seqs, best=3)
+
+
 def test_maxrl_divides_by_the_mean():
     # Tajwar et al. 2026: one of four right has 3 and -1, three of four 1/3 and -1; none of four has 0.
     seqs = Sequences.of([1] * 12, group=[g for g in range(3) for _ in range(4)])
@@ -261,6 +272,7 @@ def test_groups_of_one_are_refused(node):
     [
         (nodes.group_advantage, {"std": False, "std_over": "batch"}, (), "std_over has no effect"),
         (nodes.group_advantage, {"eps": 0.0}, (), "eps is 0.0; it must be more than 0"),
+        (nodes.best_worst_mask, {"best": 0, "worst": 0}, (), "one of them more than 0"),
         (nodes.best_advantage, {"eps": 0.1}, (), "eps has no effect with std=false"),
         (nodes.adaptive_entropy, {"change": 0.0}, (), "change is 0.0; it must be more than 0"),
         (nodes.adaptive_entropy, {"initial": 2.0}, (), "initial is 2.0 and upper is 1.0"),
