@@ -27,6 +27,15 @@ FUNCTIONS = {
         f"{TE_MODULE}/layernorm_linear.py": ("LayerNormLinear.__init__", "LayerNormLinear.forward"),
         f"{TE_MODULE}/grouped_linear.py": ("GroupedLinear.__init__", "GroupedLinear.forward"),
         f"{TE_MODULE}/rmsnorm.py": ("RMSNorm.__init__",),
+        f"{TE_MODULE}/fp8_padding.py": ("Fp8Padding.__init__", "Fp8Padding.forward"),
+        f"{TE_MODULE}/fp8_unpadding.py": ("Fp8Unpadding.forward",),
+        "transformer_engine/pytorch/quantization.py": (
+            "fp8_autocast",
+            "is_fp8_available",
+            "is_fp8_block_scaling_available",
+            "is_mxfp8_available",
+        ),
+        "transformer_engine/pytorch/distributed.py": ("checkpoint",),
     },
 }
 """Package -> its files -> functions in them."""

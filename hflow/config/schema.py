@@ -212,6 +212,11 @@ class ModelConfig:
     """What computes the layers of a megatron model: functions of torch, or modules of Transformer Engine,
     which fuse norms, activations and the products of experts. `auto`: Transformer Engine on CUDA where it is
     installed, for models in bf16; the plan gives the reason."""
+    fp8: Literal["tensorwise", "blockwise", "mxfp8"] | None = None
+    """Multiply the matrices of a megatron model's layers in FP8, forward and backward, by Transformer Engine.
+    Weights, gradients and the optimizer's state stay as without it. `tensorwise`: a scale for each tensor, on
+    Ada, Hopper and Blackwell; `blockwise`: one for 128 values, on Hopper with CUDA 12.9; `mxfp8`: one for 32
+    values, on data center Blackwell. Null: multiply in `dtype`."""
     sequence_parallel: StrictBool | None = None
     """Use megatron's sequence parallelism; null: on CUDA, where it saves memory at no cost."""
     lora: LoraConfig | None = None

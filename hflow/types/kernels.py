@@ -215,8 +215,50 @@ class KernelChoice(NamedTuple):
     why: str
 
 
+class Fp8Recipe(StrEnum):
+    """How products in FP8 find the scales of what they multiply, always from the values themselves.
+
+    The names are megatron's. Its delayed scaling, whose scales are those of earlier passes, is left out.
+    """
+
+    TENSORWISE = "tensorwise"
+    """A scale for each tensor, whose gradients have 2 bits of mantissa (E5M2), everything else 3 (E4M3)."""
+    BLOCKWISE = "blockwise"
+    """A scale for 128 values of a row, and for 128 x 128 values of a weight; E4M3."""
+    MXFP8 = "mxfp8"
+    """A scale, a power of 2, for 32 values; E4M3."""
+
+
+class Fp8Needs(NamedTuple):
+    """What a recipe needs of sizes and devices.
+
+    Sources: `assert_dim_for_fp8_exec`, `Quantizer.is_quantizable` (of rows that tensor ranks gather) and
+    `check_recipe_support` of Transformer Engine 2.9 to 2.11.
+    """
+
+    row_multiple: int
+    """The rows of a rank, and the hidden size, are a multiple of it."""
+    multiple: int
+    """The other sizes of the matrices of a rank, and the rows of an expert, are a multiple of it."""
+    capability: tuple[int, int]
+    """The least compute capability of CUDA."""
+    below: tuple[float, int] = (float("inf"), 0)
+    """The least compute capability that is too high."""
+
+    def fits(self, capability: tuple[int, int]) -> bool:
+        """Return whether a device with a compute capability computes the recipe."""
+        return self.capability <= capability < self.below
+
+
+FP8_NEEDS = {
+    Fp8Recipe.TENSORWISE: Fp8Needs(16, 16, (8, 9)),
+    Fp8Recipe.BLOCKWISE: Fp8Needs(128, 16, (9, 0)),
+    Fp8Recipe.MXFP8: Fp8Needs(32, 32, (10, 0), below=(12, 0)),
+}
+
+
 def choose_kernels(
-    setting: str, device: str, dtype: str, installed: TransformerEngine | None
+    setting: str, device: str, dtype: str, installed: TransformerEngine | None, fp8: str | None = None
 ) -> KernelChoice:
     """Return the kernels of a model.
 
@@ -225,7 +267,10 @@ def choose_kernels(
         device: `cpu` or `cuda`.
         dtype: the dtype of the forward pass, `fp32` or `bf16`.
         installed: Transformer Engine; None if it is not installed.
+        fp8: `models.NAME.fp8`, which only Transformer Engine computes.
     """
+    if fp8 is not None:
+        return KernelChoice(LayerKernels.TRANSFORMER_ENGINE, f"products in FP8, {fp8}")
     if setting != AUTO_KERNELS:
         return KernelChoice(LayerKernels(setting), "as set")
     if problem := unsupported(device, dtype) or install_problem(installed):

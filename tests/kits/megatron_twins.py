@@ -205,6 +205,8 @@ def settings(twin: Twin, checkpoint: Path) -> dict[str, Any]:
 
 def _start(node: str, checkpoint: Path) -> Path:
     """Return the checkpoint that a node starts from. Models with experts and reward models have their own."""
+    if (checkpoint / node).is_dir():
+        return checkpoint / node
     own = checkpoint / ("experts" if "experts" in node else NODES[node][1].get("head", "lm"))
     return own if own.is_dir() else checkpoint
 

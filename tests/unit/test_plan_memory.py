@@ -283,6 +283,23 @@ def test_a_pipeline_stage_holds_one_micro_batch_per_remaining_stage():
     assert named(two)["activations"] == 2 * layer
 
 
+def test_products_in_fp8_keep_a_byte_of_their_inputs_and_weights_in_two_layouts():
+    # A layer keeps two norms of 64 and the product of 128 rows with a byte less each: 256 a token. Of its
+    # 36,864 weights there are two bytes for each of the three micro-batches in flight.
+    batch = microbatch(1_000, 0, num=8)
+    options = {"dtype": "bf16", "stage": 1}
+    plain, fp8 = (
+        named(megatron_memory.train_step(rank(SMALL, "p4", "megatron", fp8=x, **options), batch))
+        for x in (None, "tensorwise")
+    )
+    assert plain["activations"] - fp8["activations"] == 3 * 256 * 1_000
+    assert fp8["weights in FP8"] == 3 * 2 * 36_864
+    again = rank(SMALL, "p4", "megatron", fp8="tensorwise", activation_checkpointing=True, **options)
+    assert named(megatron_memory.train_step(again, batch))["weights in FP8"] == 2 * 36_864
+    inferring = megatron_memory.infer_step(again, batch)
+    assert named(inferring)["weights in FP8"] == 36_864
+
+
 # --------------------------------------------------------------------------------- micro-batches
 def batch_of(plan, node, lengths, data, **asked):
     return largest_microbatch(plan, plan.graph.node(node), lengths, model_config(**asked), data)

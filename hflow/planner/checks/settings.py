@@ -57,6 +57,7 @@ def check_request(graph: Graph, request: PlanRequest) -> None:
                 f"the modules of transformers; remove it, or set "
                 f"models.{name}.backend={first_with('chooses_kernels')}"
             )
+        _check_fp8(name, config)
         shape = request.shapes.get(name)
         if config.sequence_parallel is False and shape is not None and shape.experts is not None:
             raise PlanError(
@@ -73,6 +74,23 @@ def check_request(graph: Graph, request: PlanRequest) -> None:
                 f"schedule.max_concurrent is {max_concurrent}, but a group of {stream.name!r} has "
                 f"{stream.group} samples; set schedule.max_concurrent to {stream.group} or more"
             )
+
+
+def _check_fp8(name: str, config: ModelConfig) -> None:
+    """Raise if the backend, or the kernels, do not multiply in FP8."""
+    if config.fp8 is None:
+        return
+    key = f"models.{name}"
+    if not traits(config.backend).chooses_kernels:
+        raise PlanError(
+            f"{key}.fp8 is {config.fp8}, but the {config.backend} backend does not multiply in FP8; set "
+            f"{key}.backend={first_with('chooses_kernels')}, or remove {key}.fp8"
+        )
+    if config.kernels == "torch":
+        raise PlanError(
+            f"{key}.fp8 is {config.fp8}, but {key}.kernels is {config.kernels}, and only Transformer Engine "
+            f"multiplies in FP8; remove one of them"
+        )
 
 
 def _check_compile(name: str, config: ModelConfig) -> None:
@@ -270,6 +288,7 @@ _OF_FORWARD_PASSES = (
     "layout",
     "tokens_per_microbatch",
     "kernels",
+    "fp8",
     "sequence_parallel",
     "compile",
     "offload",

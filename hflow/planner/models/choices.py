@@ -10,12 +10,22 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from hflow.base.devices import is_gpu
+from hflow.config.schema import ModelConfig
 from hflow.planner.models.descriptors import EngineKind, ServedModel, Variation, descriptor, engine_kind
 from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import AttentionChoice, EngineChoice, LayerChoice, Plan, Replica
 from hflow.planner.plan.traits import ENGINES, is_engine, traits
-from hflow.types.kernels import LayerKernels, choose_kernels, packed_kernel, unsupported
+from hflow.shapes.model_shape import ModelShape
+from hflow.types.kernels import (
+    FP8_NEEDS,
+    Fp8Needs,
+    Fp8Recipe,
+    LayerKernels,
+    choose_kernels,
+    packed_kernel,
+    unsupported,
+)
 
 UNDECIDED = ""
 """The backend of a generation replica whose engine is not chosen yet."""
@@ -113,7 +123,10 @@ def layer_choices(replicas: Iterable[Replica], request: PlanRequest) -> tuple[La
 
 def _layer_choice(replica: Replica, request: PlanRequest) -> LayerChoice:
     config, installed = request.model(replica.model), request.transformer_engine
-    kernels, why = choose_kernels(config.kernels, request.cluster.device, config.compute_dtype, installed)
+    device, dtype = request.cluster.device, config.compute_dtype
+    kernels, why = choose_kernels(config.kernels, device, dtype, installed, config.fp8)
+    if config.fp8 is not None and "fp8" not in request.hardware.calibration.matmul:
+        why += ", whose rate is a guess"
     of_te = installed if kernels is LayerKernels.TRANSFORMER_ENGINE else None
     return LayerChoice(replica.name, kernels, of_te.version if of_te else None, why)
 
@@ -121,10 +134,58 @@ def _layer_choice(replica: Replica, request: PlanRequest) -> LayerChoice:
 def layer_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
     """Yield models that Transformer Engine is to compute and does not. Packages are checked by a run."""
     of_te = (c.replica for c in plan.layers if c.kernels is LayerKernels.TRANSFORMER_ENGINE)
-    for model in dict.fromkeys(plan.replica(name).model for name in of_te):
-        if problem := unsupported(plan.cluster.device, request.model(model).compute_dtype):
-            key = f"models.{model}.kernels"
-            yield f"{key} is {LayerKernels.TRANSFORMER_ENGINE}, but {problem}. Set {key}=torch."
+    for replica in map(plan.replica, of_te):
+        config = request.model(replica.model)
+        problem = unsupported(plan.cluster.device, config.compute_dtype)
+        if config.fp8 is not None and not problem:
+            problem = _fp8_problem(Fp8Recipe(config.fp8), replica, request)
+        if problem:
+            asked, instead = te_setting(replica.model, config)
+            yield f"{asked}, but {problem}. Set {instead}."
+
+
+def te_setting(model: str, config: ModelConfig) -> tuple[str, str]:
+    """Return the text `key is value` that asks for Transformer Engine, and the setting without it."""
+    key = f"models.{model}"
+    if config.fp8 is not None:
+        return f"{key}.fp8 is {config.fp8}", f"{key}.fp8=null"
+    kernels = f"{key}.kernels"
+    return f"{kernels} is {LayerKernels.TRANSFORMER_ENGINE}", f"{kernels}={LayerKernels.TORCH}"
+
+
+def _fp8_problem(recipe: Fp8Recipe, replica: Replica, request: PlanRequest) -> str:
+    """Return the reason why a replica does not multiply in FP8; empty if it does."""
+    needs, device = FP8_NEEDS[recipe], request.hardware.device
+    if device.capability is not None and not needs.fits(device.capability):
+        able = [other for other, of_other in FP8_NEEDS.items() if of_other.fits(device.capability)]
+        recipes = " and ".join(able) if able else "no recipe"
+        found = ".".join(map(str, device.capability))
+        return f"{device.name} has compute capability {found}, which computes {recipes}"
+    shape, tensor = request.shapes.get(replica.model), replica.layout.tensor
+    if shape is None:
+        return ""
+    if shape.num_kv_heads < tensor:
+        return (
+            f"{replica.layout} has more tensor ranks than {replica.model} key-value heads "
+            f"({shape.num_kv_heads}), whose copies are projected in {replica.dtype}"
+        )
+    for name, size, multiple in _product_sizes(shape, tensor, needs):
+        if size % multiple:
+            ranks = f" of a rank of {replica.layout}" if tensor > 1 else ""
+            return f"{name}{ranks}, {size}, is not a multiple of {multiple}"
+    return ""
+
+
+def _product_sizes(shape: ModelShape, tensor: int, needs: Fp8Needs) -> Iterator[tuple[str, int, int]]:
+    """Yield the name, the size on a rank, and the multiple, of rows and columns of the layers' matrices."""
+    yield "the hidden size", shape.hidden, needs.row_multiple
+    heads, keys = (num // tensor * shape.head_dim for num in (shape.num_heads, shape.num_kv_heads))
+    yield "the size of its queries", heads, needs.multiple
+    yield "the size of its queries, keys and values", heads + 2 * keys, needs.multiple
+    if any(not shape.has_experts(layer) for layer in range(shape.num_layers)):
+        yield "the intermediate size", shape.intermediate // tensor, needs.multiple
+    if shape.experts is not None:
+        yield "the intermediate size of an expert", shape.experts.intermediate // tensor, needs.multiple
 
 
 CUDA_VARIABLES = {

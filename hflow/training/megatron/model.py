@@ -1,7 +1,7 @@
 """One rank's stage of a model: megatron's GPT model of its layers and tensor shard, with its weights.
 
-Axes: U computed tokens, U' the same padded for sequence parallelism, N rows that need logits, D hidden, V'
-padded vocabulary, T tensor ranks, E head size.
+Axes: U computed tokens, U' the same padded for sequence parallelism and FP8, N rows that need logits, D
+hidden, V' padded vocabulary, T tensor ranks, E head size.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 
+from hflow.base.errors import BackendError
 from hflow.models.device import local_device
 from hflow.models.dtypes import DTYPES
 from hflow.models.expert_replay import ReplayedExperts
@@ -47,7 +48,7 @@ from hflow.training.megatron.hf_mapping import (
 )
 from hflow.training.megatron.parallel_state import ParallelState
 from hflow.training.megatron.supported_models import supported_shape
-from hflow.types.kernels import LayerKernels
+from hflow.types.kernels import FP8_NEEDS, Fp8Recipe, LayerKernels
 
 _RNG = "model-parallel-rng"
 """Name of megatron's random state for dropout in sharded regions, which must exist without dropout too."""
@@ -91,9 +92,15 @@ class Stage:
         return padded_vocab_size(self.shape.vocab, self.parallel.tensor) // self.parallel.tensor
 
     @property
-    def row_multiple(self) -> int:
-        """The number of rows is a multiple of it, as with sequence parallelism tensor ranks divide them."""
+    def token_share(self) -> int:
+        """Number of tensor ranks that divide the rows between the matrices (sequence parallelism)."""
         return self.parallel.tensor if self.config.sequence_parallel else 1
+
+    @property
+    def row_multiple(self) -> int:
+        """The number of rows is a multiple of it: tensor ranks divide them, and products in FP8 need it."""
+        rows = FP8_NEEDS[Fp8Recipe(self.config.fp8_recipe)].row_multiple if self.config.fp8 else 1
+        return self.token_share * rows
 
     def parameters_at(self, position: ShardPosition) -> tuple[MappedParameter, ...]:
         """Return the parameters of a rank of this model."""
@@ -140,8 +147,8 @@ class Stage:
             num_tokens[division.num_queries :] = 0
         num_padding = -len(index) % self.row_multiple
         index, num_tokens = pad(index, (0, 0, 0, num_padding)), pad(num_tokens, (0, num_padding))
-        num_rows = len(index) // self.row_multiple
-        first = self.parallel.t * num_rows if self.row_multiple > 1 else 0
+        num_rows = len(index) // self.token_share
+        first = self.parallel.t * num_rows if self.token_share > 1 else 0
         return ReplayedExperts(index[first : first + num_rows], num_tokens[first : first + num_rows])
 
     @property
@@ -191,6 +198,8 @@ def _uninitialized_stage(
 ) -> Stage:
     """Return a stage whose weights have no values yet."""
     kernels = LayerKernels(settings.kernels)
+    if settings.fp8 is not None:
+        _check_recipe(settings.name, Fp8Recipe(settings.fp8))
     _init_megatron_state(kernels)
     device, dtype = local_device(settings.device), DTYPES[settings.dtype]
     config = transformer_config(shape, hf_config.rms_norm_eps, settings, dtype, parallel)
@@ -218,8 +227,32 @@ def _uninitialized_stage(
     return Stage(module, config, hf_config, shape, parallel, dtype, device, parameters, frequencies, kernels)
 
 
+def _check_recipe(model: str, recipe: Fp8Recipe) -> None:
+    """Raise if this device, its CUDA or its libraries do not multiply in FP8."""
+    from hflow.training.megatron.te_layers import recipe_problem
+
+    if problem := recipe_problem(recipe):
+        raise BackendError(
+            f"fp8 is {recipe}, which Transformer Engine does not compute here: {problem}. Set "
+            f"another recipe, or models.{model}.fp8=null"
+        )
+
+
 class _PackedModel(GPTModel):  # type: ignore[misc]  # megatron has no types
     """A GPT model that returns hidden states. Its head runs only on the rows that a node needs."""
+
+    def _preprocess(self, *, packed_seq_params: PackedInputs, **others: Any) -> tuple[Tensor | None, ...]:
+        """Return the embedding of this rank's rows, and what the layers need besides.
+
+        In FP8, rows of padding are zeros, which change no scale.
+        """
+        hidden, *rest = super()._preprocess(packed_seq_params=packed_seq_params, **others)
+        if hidden is not None and self.config.fp8:
+            num_rows = len(hidden)
+            first = self.tp_group.rank() * num_rows if self.config.sequence_parallel else 0
+            num_real = min(max(packed_seq_params.num_real - first, 0), num_rows)
+            hidden = pad(hidden[:num_real], (0, 0, 0, 0, 0, num_rows - num_real))
+        return hidden, *rest
 
     def _postprocess(self, hidden_states: Tensor, *, packed_seq_params: PackedInputs, **_: Any) -> Tensor:
         if not self.post_process:

@@ -101,7 +101,7 @@ class ReplicaCosts:
             expert_data=data if replica.layout.expert == 1 else ranks("expert data"),
             shard=data if replica.layout.replicate == 1 else ranks("shard"),
             replicate=ranks("replicate"),
-            low_dtype=config.gen.quantization if replica.role == "gen" else None,
+            low_dtype=config.gen.quantization if replica.role == "gen" else config.fp8 and "fp8",
             has_low_layers_only=True,
         )
 
