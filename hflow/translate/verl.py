@@ -524,6 +524,11 @@ TABLES: dict[str, Sequence[Row]] = {
         missing("skip.*"),
         manual("ray_kwargs.*", note="`ray start`: [clusters](../cluster.md)"),
         manual(
+            "*.override_transformer_config*",
+            note="`models.NAME.backend=megatron` and `activation_checkpointing`; an added `fp8_recipe` is "
+            "`models.NAME.fp8`: [FP8](../parallel.md#products-in-fp8)",
+        ),
+        manual(
             "*.megatron.*", note="`models.NAME.backend=megatron` and `layout`: [parallel](../parallel.md)"
         ),
         automatic("*_target_", "verl's classes"),
@@ -1039,6 +1044,10 @@ def _model_settings(given: Given, draft: RecipeDraft, model: str, part: str, upd
     note = "torch is written; for megatron set backend and layout: docs/parallel.md"
     given.choice(f"{part}.strategy", ("fsdp", "fsdp2"), note)
     draft.set(f"{ours}.backend", "torch")
+    for key in given.values:
+        if key.startswith(f"{part}.megatron.override_transformer_config.fp8"):
+            note = f"set {ours}.fp8 to tensorwise, blockwise or mxfp8, with {ours}.backend=megatron"
+            given.leave(key, f"{note}: docs/parallel.md")
     if given.flag(f"{part}.use_dynamic_bsz"):
         tokens = given.whole(f"{part}.ppo_max_token_len_per_gpu")
         draft.set(f"{ours}.tokens_per_microbatch", tokens)

@@ -135,6 +135,15 @@ def translated(peer: Peer, values: dict[str, Any]) -> tuple[RecipeDraft, dict[st
     return draft, {entry.key: entry for entry in given.entries()}
 
 
+def test_megatron_options_for_fp8_that_verl_passes_on_are_named() -> None:
+    key = "actor_rollout_ref.actor.megatron.override_transformer_config.fp8_recipe"
+    _, entries = translated(VERL, {**VERL.defaults, key: "blockwise"})
+    assert (entries[key].place, entries[key].reason) == ("left", "value")
+    assert "models.actor.fp8" in entries[key].note
+    _, entries = translated(VERL, {**VERL.defaults, key.replace("fp8", "fp7"): "blockwise"})
+    assert entries[key.replace("fp8", "fp7")].reason == "unknown"
+
+
 @BY_NAME
 def test_every_key_has_one_row_and_every_row_a_key(peer: Peer) -> None:
     rows = [row.key for row in peer.rows]
