@@ -238,7 +238,7 @@ def test_an_engine_draws_the_same_tokens_with_deferred_work(device, monkeypatch)
 
 @pytest.mark.parametrize("missing", ["wait_stream", "wait_event"])
 def test_training_is_right_with_deferred_work(device, missing, monkeypatch):
-    """Activations leave and return on a stream of their own, which waits for the computation, as that does."""
+    """Activations leave and return on a stream that waits for the computation, which waits for it."""
     changes = {"offload_activations": True, "activation_checkpointing": True, "offload": "all"}
     _, wanted, _ = trained("cpu", "mask")
     with pretend_device.deferred():
@@ -389,7 +389,7 @@ def test_saved_activations_come_back_from_memory_that_is_pinned_once(device):
 
 
 def sent_in_shared_memory(device, target):
-    """Send 0 to 11 to an engine on a target; return what arrives, and the number of places that are pinned."""
+    """Send 0 to 11 to an engine on a target; return what arrives, and the number of pinned places."""
     before = pretend_device.pinned_by_address()
     values = torch.arange(12.0, device=device)
     settings = ChannelSettings("shared", "a-0", "")

@@ -229,11 +229,13 @@ def _num_slices(rank: Rank) -> int:
 def _gather_bucket(rank: Rank, width: int, shape: ModelShape) -> Items:
     """Return a whole bucket, this rank's part of it twice, and a copy of gloo or the tensor sliced out of it.
 
-    FSDP casts its shards first. A single rank casts one tensor at a time.
+    FSDP casts its shards first. A single rank casts whole tensors: the one that is loaded, and two ahead of it
+    (`assemble_tensors` in `weights/buckets.py`).
     """
     casts = width < FP32_BYTES and _shards_weights(rank)
     if rank.replica.layout.world == 1:
-        num_bytes = width * largest_tensor(shape) if casts else 0
+        sizes = piece_sizes(shape)
+        num_bytes = width * max(sum(sizes[i : i + 3]) for i in range(len(sizes))) if casts else 0
     else:
         num_parts = _num_slices(rank)
         minimum = BUCKET_BYTES * (1 if _shards_weights(rank) else num_parts)

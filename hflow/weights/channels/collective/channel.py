@@ -158,7 +158,7 @@ class CollectiveChannel(WeightChannel):
 
     @override
     def close(self) -> None:
-        """Drop buckets that were not taken. A thread in a call of torch would abort the process at its end."""
+        """Drop buckets that were not taken. Threads in calls of torch would abort a process that ends."""
         for stream in self._streams.values():
             stream.close()
         for stream in self._streams.values():
