@@ -98,6 +98,8 @@ _owners: dict[int, tuple[torch.UntypedStorage, _Stream]] = {}
 """Address -> the memory of a tensor on the device, and the stream that it was made on."""
 _counted: dict[int, Memory] = {}
 """Address of a storage whose bytes count -> where."""
+_notes: list[Callable[[torch.UntypedStorage], None]] = []
+"""Functions that are called with all memory that is allocated."""
 _streams: weakref.WeakSet[_Stream] = weakref.WeakSet()
 _is_deferred = False
 _here = threading.local()
@@ -143,6 +145,8 @@ def _to_device(tensor: Tensor) -> Tensor:
     if _memory is not None:
         _count(_memory, moved.untyped_storage())
     storage = moved.untyped_storage()
+    for note in _notes:
+        note(storage)
     if storage.nbytes():
         _owners[storage.data_ptr()] = tensor.untyped_storage(), _current_stream()
         weakref.finalize(storage, _free, storage.data_ptr()).atexit = False
@@ -177,6 +181,16 @@ def _overwrite(memory: torch.UntypedStorage) -> None:
 
 
 # ------------------------------------------------------------------------- allocated bytes
+@contextmanager
+def allocations(note: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Call a function with all memory that is allocated inside."""
+    _notes.append(note)
+    try:
+        yield
+    finally:
+        _notes.remove(note)
+
+
 @dataclass
 class Memory:
     """What is allocated on the device of what was made inside of `memory()`."""

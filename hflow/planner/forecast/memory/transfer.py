@@ -229,7 +229,7 @@ def _num_slices(rank: Rank) -> int:
 def _gather_bucket(rank: Rank, width: int, shape: ModelShape) -> Items:
     """Return a whole bucket, this rank's part of it twice, and a copy of gloo or the tensor sliced out of it.
 
-    FSDP casts its shards first. A single rank casts whole tensors: the one that is loaded, and two ahead of it
+    FSDP casts its shards first. A single rank casts whole tensors: the one that is loaded, and two ahead
     (`assemble_tensors` in `weights/buckets.py`).
     """
     casts = width < FP32_BYTES and _shards_weights(rank)
