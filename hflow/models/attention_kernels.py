@@ -130,15 +130,19 @@ def padded_attention(
     )
 
 
-def decode_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scaling: float) -> Tensor:
-    """Compute attention of one query per sequence over its cached tokens.
+def decode_attention(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, scaling: float
+) -> Tensor:
+    """Compute attention of one query per sequence over its cached tokens, which are in pages of P tokens.
 
-    Shapes alone say what is launched, so that a CUDA graph can hold it.
+    Shapes alone say what is launched, so that a CUDA graph can hold it. Without a kernel that reads pages,
+    these are copied to one piece per sequence.
 
     Args:
         q: queries `[S, H, d]`.
-        k: keys `[S, G, M, d]`.
+        k: keys `[pages, G, P, d]`.
         v: values, shaped as keys.
+        table: int32 `[S, N]`: the pages of each sequence, in order. Those behind its tokens are not read.
         lengths: int32 `[S]`, at least 1: the cached tokens of each sequence, its last one included.
         scaling: factor of the scores.
 
@@ -149,7 +153,8 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scaling: 
         from hflow.models.decode_kernel import triton_decode_attention
 
         num_calls[AttentionKernel.TRITON] += 1
-        return triton_decode_attention(q, k, v, lengths, scaling)
+        return triton_decode_attention(q, k, v, table, lengths, scaling)
+    k, v = (x[table].transpose(1, 2).flatten(2, 3) for x in (k, v))
     return cached_attention(q, k, v, additive_mask(lengths - 1, k.shape[2], q.dtype), scaling)
 
 

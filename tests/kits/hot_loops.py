@@ -55,6 +55,7 @@ HOT: Mapping[str, Collection[str] | None] = {
     "engines/embedded/engine.py": EVERYTHING,
     "engines/embedded/expert_recorder.py": EVERYTHING,
     "engines/embedded/packing.py": EVERYTHING,
+    "engines/embedded/pages.py": EVERYTHING,
     "engines/embedded/replay.py": EVERYTHING,
     "engines/embedded/sampling.py": EVERYTHING,
     "training/megatron/attention.py": EVERYTHING,
