@@ -112,8 +112,8 @@ class GenConfig:
     128 x 128 with a scale each. Embeddings, output matrix, norms, biases and routers keep the model's dtype.
     Null: the engine computes in the model's dtype."""
     cache_gib: StrictFloat | None = Field(default=None, gt=0)
-    """KV cache of each rank of a vLLM engine, in GiB; null: what the load needs, as far as the memory of the
-    device allows."""
+    """KV cache of each rank of an engine, in GiB; null: what the load needs, as far as the memory of the
+    device allows. On a CPU the embedded engine has a slot for each of `max_running` sequences instead."""
 
 
 @dataclass(frozen=True, config=CHECKED)

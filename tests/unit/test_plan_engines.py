@@ -16,6 +16,7 @@ from hflow.base.errors import BackendError, ConfigError, NotYetError
 from hflow.engines.vllm import checks
 from hflow.launch.planning.compile import Compiled, compile_plan_file, compile_recipe, plan_file_text
 from hflow.launch.running.preflight import check_faults, check_saving, check_variables, refuse_unrunnable
+from hflow.launch.running.worker_setup import _engine_options
 from hflow.planner.models.descriptors import InstallProblem, engine_kind
 from hflow.planner.plan.serialise import to_json
 from hflow.report.html.plan import render_page
@@ -99,6 +100,17 @@ def test_the_plan_prints_the_largest_batch_of_vllm():
     assert f"Largest batch: {line}." in render_page(compiled.plan)
 
 
+def test_the_plan_sizes_the_pages_of_the_embedded_engine_on_gpus():
+    settings = (*H100, "models.actor.gen.engine=embedded", "placement='actor,actor.gen=all:d8'")
+    (engine,) = compile_recipe(GRPO, (*settings, "models.actor.gen.cache_gib=1")).plan.engines
+    assert (engine.cache_bytes, engine.largest_batch) == (2**30, 1_169)  # as many blocks as vLLM has
+    compiled = compile_recipe(GRPO, settings)
+    (engine,) = compiled.plan.engines
+    (replica,) = (one for one in compiled.plan.replicas if one.name == "actor@gen")
+    assert _engine_options(compiled, replica)["cache_bytes"] == engine.cache_bytes
+    assert "of KV cache of actor@gen" in shown(compiled)
+
+
 def test_a_plan_file_keeps_its_engine_on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A plan that was made without vLLM runs on the embedded engine where vLLM is installed."""
     file = tmp_path / "plan.json"
@@ -176,9 +188,14 @@ CANNOT_RUN = [
         "models.actor.gen.cache_gib=0.001 or more, or a smaller max_model_len.",
     ),
     (
+        ("cluster=h100-1x1", "models.actor.gen.engine=embedded", "models.actor.gen.cache_gib=0.00001"),
+        "models.actor.gen.cache_gib is 1e-05, but a sequence of max_model_len 64 needs 0.001 GiB. Set "
+        "models.actor.gen.cache_gib=0.001 or more, or a smaller max_model_len.",
+    ),
+    (
         ("models.actor.gen.cache_gib=1",),
-        "models.actor.gen.cache_gib is set, but the cache of the embedded engine has a slot for each of "
-        "max_running sequences. Set models.actor.gen.max_running instead, and cache_gib=null.",
+        "models.actor.gen.cache_gib is set, but on a CPU the cache of the embedded engine has a slot for "
+        "each of max_running sequences. Set models.actor.gen.max_running instead, and cache_gib=null.",
     ),
     (
         ("cluster=cpu-2x1", "workers=inproc"),

@@ -5,7 +5,6 @@ What vLLM cannot serve, from the plan alone.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from importlib import metadata
 
@@ -15,10 +14,8 @@ from packaging.version import Version
 
 from hflow.base.devices import is_gpu
 from hflow.engines.vllm.memory import smallest_cache
-from hflow.planner.forecast.memory.parts import QUANTIZED_ROWS
-from hflow.planner.forecast.memory.rank import Rank
+from hflow.planner.forecast.memory.parts import QUANTIZED_ROWS, too_small_cache
 from hflow.planner.models.descriptors import InstallProblem, ServedModel
-from hflow.planner.plan.hardware import GIB
 from hflow.shapes.architectures import FAMILIES, can_run
 from hflow.shapes.layout import RankOrder
 from hflow.shapes.model_shape import ModelShape
@@ -121,7 +118,8 @@ def check(served: ServedModel) -> Iterator[str]:
     if (problem := head_size_problem(shape, served.cluster.device)) is not None:
         yield f"{replica.name}: {problem}. Set {key}.gen.engine=embedded."
     yield from _unquantizable(served, shape)
-    yield from _too_small_cache(served, shape)
+    if shape.num_heads % served.replica.layout.tensor == 0:
+        yield from too_small_cache(served, shape, smallest_cache)
     yield from _ranks_apart(served)
 
 
@@ -154,22 +152,6 @@ def _unquantizable(served: ServedModel, shape: ModelShape) -> Iterator[str]:
                 f"{sizes[1]} entries on each tensor rank, to multiples of {QUANTIZED_ROWS}. Use fewer tensor "
                 f"ranks, or set {without}."
             )
-
-
-def _too_small_cache(served: ServedModel, shape: ModelShape) -> Iterator[str]:
-    """Yield a reason where the configured cache does not hold the longest sequence."""
-    replica, gen = served.replica, served.config.gen
-    if gen.cache_gib is None or shape.num_heads % replica.layout.tensor:
-        return
-    rank = Rank(replica, shape, served.config, 0, True, served.cluster.device == "cpu")
-    smallest = smallest_cache(rank)
-    if round(gen.cache_gib * GIB) < smallest:
-        key = f"models.{replica.model}.gen.cache_gib"
-        fitting = math.ceil(smallest / GIB * 1000) / 1000
-        yield (
-            f"{key} is {gen.cache_gib:g}, but a sequence of max_model_len {gen.max_model_len} needs "
-            f"{fitting:g} GiB. Set {key}={fitting:g} or more, or a smaller max_model_len."
-        )
 
 
 def _ranks_apart(served: ServedModel) -> Iterator[str]:

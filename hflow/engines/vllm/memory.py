@@ -14,14 +14,20 @@ from typing import Any
 
 from hflow.base.machine_memory import machine_memory
 from hflow.planner.forecast.memory import activations
-from hflow.planner.forecast.memory.parts import EngineLoad, Items, cache_bytes_per_token, item, largest
+from hflow.planner.forecast.memory.parts import (
+    MEMORY_BUDGET,
+    EngineLoad,
+    Items,
+    cache_bytes_per_token,
+    fitting_cache,
+    item,
+    largest,
+)
 from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
 from hflow.planner.plan.forecast import MemoryCategory
 from hflow.planner.plan.hardware import GIB
 from hflow.shapes.model_shape import DTYPE_BYTES, TensorSpec, cached_tokens, tensors
 
-MEMORY_BUDGET = 0.9
-"""Fraction of a device's memory that everything on it takes at most while the engine generates."""
 CPU_BLOCK_TOKENS = 128
 """Tokens of a block of the KV cache on a CPU (vLLM's default)."""
 CUDA_BLOCK_TOKENS = 16
@@ -58,7 +64,9 @@ def cache_bytes(rank: Rank, load: EngineLoad, capacity: int, used: int) -> int:
     if configured is not None:
         return round(configured * GIB)
     wanted = load.num_running * _num_blocks(rank, load.longest)
-    return _fitting(block_bytes(rank), wanted, round(MEMORY_BUDGET * capacity) - used, smallest_cache(rank))
+    return fitting_cache(
+        block_bytes(rank), wanted, round(MEMORY_BUDGET * capacity) - used, smallest_cache(rank)
+    )
 
 
 def cache_without_plan(config: Any, dtype: str, max_running: int, max_length: int, tensor: int) -> int:
@@ -78,21 +86,9 @@ def cache_without_plan(config: Any, dtype: str, max_running: int, max_length: in
     heads = -(-(getattr(config, "num_key_value_heads", None) or num_heads) // tensor)
     block = CPU_BLOCK_TOKENS * 2 * config.num_hidden_layers * heads * head_size * DTYPE_BYTES[dtype]
     blocks = -(-max_length // CPU_BLOCK_TOKENS)
-    return _fitting(
+    return fitting_cache(
         block, max_running * blocks, round(machine_memory() * MACHINE_FRACTION / tensor), block * (1 + blocks)
     )
-
-
-def _fitting(block: int, wanted: int, available: int, smallest: int) -> int:
-    """Return the bytes of a cache in whole blocks, of which vLLM keeps one empty.
-
-    Args:
-        block: bytes of a block.
-        wanted: blocks that the load needs.
-        available: bytes that the cache may take.
-        smallest: bytes of the smallest cache with which vLLM starts.
-    """
-    return max(block * min(1 + wanted, available // block), smallest)
 
 
 def smallest_cache(rank: Rank) -> int:
