@@ -47,7 +47,7 @@ class CachedAttention(Protocol):
 
         Args:
             queries: `[B, heads, head_dim]`.
-            keys: those of a layer, `[blocks, kv_heads, tokens, head_dim]`.
+            keys: the keys of a layer, `[blocks, kv_heads, tokens, head_dim]`.
             values: the values, shaped as `keys`.
             scale: factor of the scores.
 

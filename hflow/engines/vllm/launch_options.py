@@ -14,7 +14,7 @@ import torch
 from hflow.base.devices import is_gpu
 from hflow.engines.interface import EngineSetup
 from hflow.engines.vllm.checks import SCHEDULES_AHEAD_ON
-from hflow.engines.vllm.memory import MEMORY_BUDGET, cache_without_plan, graph_sizes, step_tokens
+from hflow.engines.vllm.memory import UNPLANNED_FRACTION, cache_without_plan, graph_sizes, step_tokens
 from hflow.models.hf_config import read_config
 from hflow.types.routed_experts import ROUTED_EXPERTS
 
@@ -137,5 +137,5 @@ def _memory(setup: EngineSetup, max_length: int) -> dict[str, Any]:
             setup.tensor,
         )
     if cache is None:
-        return {"gpu_memory_utilization": MEMORY_BUDGET}
+        return {"gpu_memory_utilization": UNPLANNED_FRACTION}
     return {"kv_cache_memory_bytes": cache, "gpu_memory_utilization": _UNUSED_FRACTION}

@@ -39,6 +39,8 @@ STEPS_IN_FLIGHT = 2
 SAMPLING_BYTES = 4 * FP32_BYTES
 """Bytes that sampling needs for each logit, beyond the logit: the logit, its log-prob, its probability and
 the noise that draws the token, in fp32 (`vllm/v1/sample`)."""
+UNPLANNED_FRACTION = MEMORY_BUDGET
+"""Fraction of a GPU's memory that vLLM takes where no plan sizes its cache."""
 MACHINE_FRACTION = 0.25
 """Fraction of the machine's memory that the caches of an engine take at most where no plan sizes them."""
 QUANTIZING_BYTES = 3

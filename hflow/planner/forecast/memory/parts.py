@@ -237,7 +237,7 @@ def too_small_cache(
 
     Args:
         served: the model.
-        shape: its sizes.
+        shape: the model's sizes.
         smallest_cache: bytes of the smallest cache on a rank with which the engine starts.
     """
     gen = served.config.gen
