@@ -430,6 +430,30 @@ def test_the_engine_draws_the_same_tokens_and_waits_once_per_step(device, model_
     assert len(syncs) == num_steps, syncs
 
 
+def test_an_engine_without_free_pages_waits_no_more(device):
+    options = {"max_running": 3, "max_model_len": 64}
+
+    def drawn(**more):
+        settings = ModelSettings(name="actor", architecture=ONE_LAYER, seed=3, device=device)
+        engine = EmbeddedEngine(settings, options | more)
+        for i in range(6):
+            engine.add(i, [1, 5, 6 + i], SamplingParams(max_tokens=30 + 5 * i, seed=i))
+        results, num_steps = {}, 0
+        with host_syncs() as syncs:
+            while engine.num_unfinished:
+                results.update(engine.step())
+                num_steps += 1
+        assert len(syncs) == num_steps, syncs
+        return {i: result.ids for i, result in results.items()}, engine
+
+    wanted, engine = drawn()
+    assert not engine.num_requeued
+    page_bytes = engine.cache_bytes // (1 + 3 * 4)
+    got, engine = drawn(cache_bytes=(1 + 4) * page_bytes)
+    assert engine.num_requeued
+    assert got == wanted
+
+
 @pytest.mark.parametrize(("num_ranked", "num_waits"), [(36, 1), (1, 2)])
 def test_a_step_waits_again_only_if_the_ranked_tokens_lack_a_nucleus(
     device, num_ranked, num_waits, monkeypatch
