@@ -1,4 +1,4 @@
-"""Adapters on their way into an engine that adds them to its weights."""
+"""Adapters on their way into an engine that has them beside its weights, or adds them to these."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from hflow.base.errors import RunError
-from hflow.types.tensor_slices import Block, slices_within, whole_box
+from hflow.types.tensor_slices import Block, box_slices, slices_within, whole_box
 from hflow.weights.buckets import IncomingTensor
-from hflow.weights.checksum import block_checksum
+from hflow.weights.checksum import block_checksum, checksums_of
 from hflow.weights.incoming import IncomingWeights
 
 A, B = "lora_A.weight", "lora_B.weight"
@@ -29,10 +29,43 @@ def merge(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     return (base.float() + scale * (b.float() @ a.float())).to(base.dtype)
 
 
-class MergedWeights(IncomingWeights):
-    """The weights of a rank with the adapters that it receives, tensor by tensor.
+class _Adapters(IncomingWeights):
+    """What a rank makes of the adapters that it receives; the bytes and checksums are those of what arrives.
 
-    What arrived and its checksum are those of the adapters. Iterate only once.
+    Args:
+        adapters: what the rank receives.
+        scale: alpha / r.
+    """
+
+    def __init__(self, adapters: IncomingWeights, scale: float) -> None:
+        super().__init__(None)
+        self._adapters = adapters
+        self._scale = scale
+
+    def _arrivals(self) -> Iterator[IncomingTensor]:
+        yield from self._adapters
+        self.num_bytes, self.checksum = self._adapters.num_bytes, self._adapters.checksum
+        self.local_checksum = self._adapters.local_checksum
+
+
+class ScaledAdapters(_Adapters):
+    """The adapters that a rank receives, with their scale as a factor of B. Iterate only once."""
+
+    def __iter__(self) -> Iterator[IncomingTensor]:
+        """Yield the matrices of all adapters; B is scaled in fp32."""
+        for arrived in self._arrivals():
+            if self._scale == 1 or not arrived.name.endswith(B):
+                yield arrived
+                continue
+            name, tensor, boxes, _ = arrived
+            scaled = (self._scale * tensor.float()).to(tensor.dtype)
+            shape = tuple(tensor.shape)
+            blocks = [Block(name, shape, box, scaled[box_slices(box)]) for box in boxes]
+            yield IncomingTensor(name, scaled, boxes, tuple(checksums_of(blocks)))
+
+
+class MergedWeights(_Adapters):
+    """The weights of a rank with the adapters that it receives, tensor by tensor. Iterate only once.
 
     Args:
         adapters: what the rank receives.
@@ -44,10 +77,8 @@ class MergedWeights(IncomingWeights):
     def __init__(
         self, adapters: IncomingWeights, base: Mapping[str, Block], scale: float, device: torch.device
     ) -> None:
-        super().__init__(None)
-        self._adapters = adapters
+        super().__init__(adapters, scale)
         self._base = base
-        self._scale = scale
         self._target = device
 
     def __iter__(self) -> Iterator[IncomingTensor]:
@@ -56,9 +87,7 @@ class MergedWeights(IncomingWeights):
         Raises:
             RunError: when an adapter lacks a matrix, or is of a tensor that the rank does not have.
         """
-        arrived = {tensor.name: tensor.tensor for tensor in self._adapters}
-        self.num_bytes, self.checksum = self._adapters.num_bytes, self._adapters.checksum
-        self.local_checksum = self._adapters.local_checksum
+        arrived = {tensor.name: tensor.tensor for tensor in self._arrivals()}
         targets = {name.removesuffix(end) for name in arrived for end in (A, B) if name.endswith(end)}
         for path in sorted(targets):
             if f"{path}weight" not in self._base or not {path + A, path + B} <= arrived.keys():

@@ -94,6 +94,20 @@ def unservable_problem(shape: ModelShape, device: str) -> str | None:
     return head_size_problem(shape, device)
 
 
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks of vLLM's buffers of adapters: `MaxLoRARanks` in `vllm/config/lora.py`, vLLM 0.32."""
+
+
+def find_merging(served: ServedModel) -> str | None:
+    """Return the reason why vLLM cannot compute with adapters beside its weights; None if it can."""
+    lora = served.config.lora
+    if lora is not None and lora.r > ADAPTER_RANKS[-1]:
+        return f"vllm has no buffers for rank {lora.r} (at most {ADAPTER_RANKS[-1]})"
+    if is_gpu(served.cluster.device) and served.config.compute_dtype != "bf16":
+        return "on GPUs, vllm's kernels of adapters need dtype=bf16"
+    return None
+
+
 def check(served: ServedModel) -> Iterator[str]:
     """Yield why vLLM cannot serve a model, each with what to set instead."""
     replica, shape = served.replica, served.shape

@@ -16,6 +16,9 @@ from hflow.engines.interface import EngineSetup
 from hflow.engines.vllm.checks import SCHEDULES_AHEAD_ON
 from hflow.engines.vllm.memory import UNPLANNED_FRACTION, cache_without_plan, graph_sizes, step_tokens
 from hflow.models.hf_config import read_config
+from hflow.planner.plan.request import trained_shape
+from hflow.planner.plan.traits import traits
+from hflow.shapes.architectures import read_shape
 from hflow.types.routed_experts import ROUTED_EXPERTS
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -90,7 +93,25 @@ def engine_arguments(setup: EngineSetup, directory: str, max_length: int) -> dic
         **({} if on_cpu else _cuda_options(max_running)),
         **_QUANTIZATIONS[setup.options.get("quantization")],
         **(_recording(on_cpu) if ROUTED_EXPERTS in setup.records else {}),
+        **_adapters(setup),
         **_memory(setup, max_length),
+    }
+
+
+def _adapters(setup: EngineSetup) -> dict[str, Any]:
+    """Return the options with which vLLM computes adapters beside the weights."""
+    lora = setup.settings.lora
+    if lora is None or setup.options.get("merges_adapters"):
+        return {}
+    shape = read_shape(read_config(setup.settings).to_dict())
+    assert shape is not None, "the plan refuses models whose tensors are unknown"
+    adapter = trained_shape(shape, lora).adapter
+    assert adapter is not None
+    return {
+        "enable_lora": True,
+        "max_lora_rank": traits("vllm").padded_rank(lora.r),
+        # All other matrices would have buffers too, also the embedding and the output matrix.
+        "lora_target_modules": list(adapter.targets),
     }
 
 

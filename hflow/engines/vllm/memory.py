@@ -169,7 +169,7 @@ def layer_being_loaded(rank: Rank, num_parts: int) -> Items:
         modules.setdefault(_module_name(spec.name), []).append(spec)
     peak = max(_module_being_loaded(rank, specs, num_parts) for specs in modules.values())
     items = item(MemoryCategory.BUFFERS, peak, "layer being loaded")
-    if rank.config.lora is None:
+    if not rank.replica.merges_adapters:
         return items
     adapted = (spec.numel // spec.num_experts for spec in tensors(rank.shape) if ".layers." in spec.name)
     merged = MERGE_BYTES * -(-max(adapted) // rank.tensor)
@@ -204,7 +204,7 @@ def process_state(rank: Rank, overhead: int) -> Items:
     if rank.on_cpu:
         num_processes = 1 if rank.tensor == 1 else 1 + 1 / rank.tensor
         process = item(MemoryCategory.RUNTIME, round(num_processes * CPU_PROCESS_BYTES), "process")
-        base = 0 if rank.config.lora is None else rank.width * rank.sizes.total
+        base = rank.width * rank.sizes.total if rank.replica.merges_adapters else 0
         return process + item(MemoryCategory.WEIGHTS, base, "base weights")
     num_graphs = GRAPH_SETS * len(graph_sizes(rank.config.gen.max_running))
     graphs = num_graphs * rank.shape.num_layers * GRAPH_BYTES

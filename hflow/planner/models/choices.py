@@ -51,8 +51,13 @@ def choose_engines(
         if replica.role == "gen":
             choice = _engine_choice(replica, request)
             replica = replace(replica, backend=choice.engine)
-            remark = engine_kind(choice.engine).remark(served_model(replica, request))
-            choices.append(choice if remark is None else replace(choice, why=f"{choice.why}; {remark}"))
+            served, kind = served_model(replica, request), engine_kind(choice.engine)
+            remarks = [choice.why, kind.remark(served)]
+            if served.config.lora is not None:
+                merging = kind.find_merging(served)
+                replica = replace(replica, merges_adapters=merging is not None)
+                remarks.append(f"adapters {f'merged: {merging}' if merging else 'beside its weights'}")
+            choices.append(replace(choice, why="; ".join(filter(None, remarks))))
         chosen.append(replica)
     return tuple(chosen), tuple(choices)
 
