@@ -177,10 +177,12 @@ def adapters(architecture: str, seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def merged(architecture: str, of_adapters: Mapping[str, torch.Tensor]) -> nn.Module:
+def merged(
+    architecture: str, of_adapters: Mapping[str, torch.Tensor], base: nn.Module | None = None
+) -> nn.Module:
     """Return the model of an architecture of `ADAPTED` with adapters added to its weights: W + a/r B A."""
-    base, lora = ADAPTED[architecture]
-    module = copy.deepcopy(reference(base, BASE))
+    name_of_base, lora = ADAPTED[architecture]
+    module = copy.deepcopy(base or reference(name_of_base, BASE))
     for name, a in of_adapters.items():
         if name.endswith(".lora_A.weight"):
             b = of_adapters[name.replace("lora_A", "lora_B")]

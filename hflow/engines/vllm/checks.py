@@ -148,10 +148,10 @@ def _unquantizable(served: ServedModel, shape: ModelShape) -> Iterator[str]:
         yield f"{setting}, but models that see are not quantised yet. Set {without}."
     if config.compute_dtype != "bf16":
         yield f"{setting}, but vllm quantises models in bf16. Set {key}.dtype=bf16, or {without}."
-    if config.lora is not None:
+    if config.lora is not None and (merging := find_merging(served)) is not None:
         yield (
-            f"{setting}, but an engine adds adapters to a copy of the model's weights, which a quantised one "
-            f"does not have. Remove {key}.lora, or set {without}."
+            f"{setting}, but adapters cannot be merged with quantised weights, and {merging}. Set {without}, "
+            f"or a smaller {key}.lora.r."
         )
     if is_gpu(device.type) and asked not in device.tflops:
         yield (
