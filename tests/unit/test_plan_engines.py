@@ -58,7 +58,7 @@ def test_the_plan_says_when_the_embedded_engine_has_no_forward_of_its_own_for_a_
     through_modules = (
         "embedded: the cluster is cpu; it runs through the modules of transformers, which is slower: "
     )
-    assert engine("models.actor.lora={}") == through_modules + "it has adapters"
+    assert engine("models.actor.lora={}") == through_modules + "it has adapters; adapters beside its weights"
     other = ("models.actor.path=null", "models.actor.architecture.model_type=olmo2")
     assert engine(*other) == through_modules + "olmo2 is none of llama, mistral, qwen2, qwen3"
 
@@ -335,6 +335,23 @@ def test_vllm_and_torch_that_do_not_fit_together(monkeypatch: pytest.MonkeyPatch
     )
 
 
+QWEN_7B = ("model@models.actor=qwen2.5-7b", "models.actor.path=null")
+LARGE_RANK = (*QWEN_7B, "models.actor.lora={r: 1024, targets: [q_proj, o_proj]}")
+
+
+def test_the_plan_says_where_an_engine_has_adapters():
+    vllm = (*QWEN_7B, VLLM, "cluster=h100-1x8", "models.actor.lora={r: 12}")
+    on_cuda = "vllm: as configured; it schedules a step ahead; adapters "
+    for overrides, where in (
+        (vllm, "beside its weights"),
+        ((*vllm, "models.actor.dtype=fp32"), "merged: on GPUs, vllm's kernels of adapters need dtype=bf16"),
+        ((*vllm, *LARGE_RANK), "merged: vllm has no buffers for rank 1024 (at most 512)"),
+    ):
+        assert engine(*overrides) == on_cuda + where
+        replica = compile_recipe(GRPO, list(overrides)).plan.replica("actor@gen")
+        assert replica.merges_adapters == where.startswith("merged")
+
+
 FP8 = "models.actor.gen.quantization=fp8"
 
 
@@ -344,7 +361,10 @@ FP8 = "models.actor.gen.quantization=fp8"
         (["models.actor.gen.engine=embedded"], "the engine embedded does not quantise weights"),
         ([VLLM], "vllm quantises models in bf16. Set models.actor.dtype=bf16"),
         ([VLLM, "cluster=a100-80g-1x1"], "a100-80g does not compute in fp8"),
-        ([VLLM, "cluster=h100-1x1", "models.actor.lora={}"], "Remove models.actor.lora"),
+        (
+            [VLLM, "cluster=h100-1x8", *LARGE_RANK],
+            "adapters would be merged, which quantised weights do not allow: vllm has no buffers",
+        ),
         (
             [VLLM, "cluster=h100-1x8", "model@models.actor=qwen3-30b-a3b", "models.actor.gen.layout=d2t4"],
             "2048 by 192 entries on each tensor rank, to multiples of 128",
@@ -357,6 +377,8 @@ def test_what_cannot_be_quantised_is_refused_while_planning(overrides: list[str]
 
 
 def test_gpus_that_compute_in_fp8():
+    beside = compile_recipe(GRPO, [FP8, VLLM, "cluster=h100-1x1", "models.actor.lora={}"]).plan
+    assert beside.unrunnable == ()
     for device in ("h100", "l40s", "b200"):
         plan = compile_recipe(GRPO, [FP8, VLLM, f"cluster={device}-1x1"]).plan
         assert plan.unrunnable == ()

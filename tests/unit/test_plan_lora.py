@@ -12,13 +12,14 @@ from model_configs import model_config
 
 from hflow.base.errors import PlanError
 from hflow.config.schema import LoraConfig
-from hflow.engines.vllm.memory import process_state
+from hflow.engines.vllm.memory import layer_being_loaded, process_state
 from hflow.graph.model import Model
 from hflow.planner.compile import compile_plan
 from hflow.planner.forecast.cost.flops import Work
 from hflow.planner.forecast.cost.kernels import pass_seconds
 from hflow.planner.forecast.cost.training import local_weights, train
 from hflow.planner.forecast.memory import transfer
+from hflow.planner.forecast.memory.parts import engine_weights
 from hflow.planner.plan.request import trained_shape
 from hflow.shapes.model_shape import adapter_targets, num_parameters, tensors
 from hflow.training.fsdp import memory
@@ -64,7 +65,13 @@ def test_only_adapters_are_saved_and_sent():
     merged = rank(lora=LoraConfig(r=4, save_merged=True))
     assert named(transfer.save_checkpoint(merged))[weights] == 4 * (ADAPTERS + 160_832)
     engine = rank(backend="vllm", lora=LORA)
-    assert named(process_state(engine, 0))["base weights"] == 4 * engine.sizes.total
+    merging = replace(engine, replica=replace(engine.replica, merges_adapters=True))
+    assert named(process_state(merging, 0))["base weights"] == 4 * engine.sizes.total
+    assert "base weights" not in named(process_state(engine, 0))
+    assert engine_weights(engine) - engine_weights(merging) == 4 * 2 * ADAPTERS  # in buffers of rank 8
+    largest = 4 * 128  # r times the columns of the MLP
+    assert named(layer_being_loaded(engine, 1)) == {"adapter being loaded": (4 + 2 * 4) * largest}
+    assert named(layer_being_loaded(merging, 1)).keys() == {"layer being loaded", "merged adapter"}
 
 
 def test_frozen_matrices_have_no_gradient():
@@ -120,6 +127,10 @@ def test_routes_have_the_adapters_alone():
         (
             {"lora": LoraConfig(targets=("q_prj",))},
             r"lora\.targets: .* no module 'q_prj'; did you mean 'q_proj'",
+        ),
+        (
+            {"lora": LoraConfig(r=64)},
+            r"actor\.lora\.r is 64, but v_proj has only 32 rows or columns; set models\.actor\.lora\.r=32 or",
         ),
         (
             {"backend": "megatron"},

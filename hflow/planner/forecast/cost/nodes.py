@@ -26,13 +26,11 @@ from hflow.planner.forecast.cost.transfers import (
 )
 from hflow.planner.forecast.memory.offload import Use, moved_bytes
 from hflow.planner.forecast.memory.rank import Rank
-from hflow.planner.models.descriptors import engine_kind
 from hflow.planner.plan.forecast import EdgeTraffic, Pace
 from hflow.planner.plan.hardware import Link
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import SAVE_PREFIX, Plan, Replica, Schedule, ScheduledNode, WeightRoute
 from hflow.planner.plan.schedule import share_of_unchanged_wakes, shared_groups, trains_on_engine_devices
-from hflow.planner.plan.traits import traits
 from hflow.planner.plan.workload import Workload, expected_max, sample_lengths
 
 Parts = list[Part] | None

@@ -19,7 +19,6 @@ from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
 from hflow.planner.plan.forecast import MemoryCategory
 from hflow.planner.plan.hardware import GIB
 from hflow.planner.plan.rows import BatchCut, Plan, ScheduledStream
-from hflow.planner.plan.traits import traits
 from hflow.planner.plan.workload import Workload
 from hflow.planner.weights.sharding import padded_units
 from hflow.types import Unit

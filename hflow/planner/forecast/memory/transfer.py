@@ -125,7 +125,8 @@ def receive_weights(rank: Rank, route: WeightRoute, num_senders: int) -> Items:
     if route.how != "pull":
         return Items()
     if rank.on_cpu:
-        return item(MemoryCategory.BUFFERS, rank.width * largest_tensor(rank.shape), "buckets")
+        arriving = rank.shape if rank.replica.merges_adapters else rank.trained_shape
+        return item(MemoryCategory.BUFFERS, rank.width * largest_tensor(arriving), "buckets")
     if channel_traits(route.transport).needs_one_device:
         return Items()
     bucket = largest_bucket(rank.trained_shape, rank.width, num_parts=num_senders)
