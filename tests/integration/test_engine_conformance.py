@@ -231,12 +231,12 @@ def assert_logprobs(
     torch.testing.assert_close(torch.tensor(result.logprobs), expected, atol=TOLERANCE, rtol=0)
 
 
-def setup_of(architecture: str, tensor: int, **of_cache: int) -> EngineSetup:
+def setup_of(architecture: str, tensor: int, **more: int) -> EngineSetup:
     base, lora = ADAPTED.get(architecture, (architecture, None))
     path = None if lora is None else saved_base(base)
     shape = ARCHITECTURES[base] if lora is None else None
     settings = ModelSettings(name="actor", trainable=True, architecture=shape, path=path, seed=3, lora=lora)
-    options = {"max_running": MAX_RUNNING, "max_model_len": MAX_LENGTH, **of_cache}
+    options = {"max_running": MAX_RUNNING, "max_model_len": MAX_LENGTH, **more}
     count = os.cpu_count() or 1
     cores = tuple((rank % count,) for rank in range(tensor)) if tensor > 1 else ()
     records = (ROUTED_EXPERTS,) if architecture == "experts" else ()
@@ -650,6 +650,36 @@ def test_weights_of_another_model_are_refused(subject: Subject) -> None:
     module = subject.load(3)
     (result,) = subject.generate([PROMPTS[0]], SamplingParams(max_tokens=5))
     assert_logprobs(result, module, PROMPTS[0])
+
+
+@pytest.mark.long
+def test_an_adapter_that_keeps_old_values_is_found() -> None:
+    setup = setup_of("adapters", 1)
+    launch = replace(launch_of("vllm", setup), stepper="faulty_adapters:FaultyStepper")
+    subject = Subject("vllm", "adapters", 1, ProcessEngine(setup, launch))
+    subject.load(3)
+    subject.version = 100
+    stale = r"does not hold \[0:32, 0:6\] of 'model.layers.1.self_attn.v_proj.lora_B.weight' as received"
+    with pytest.raises(RunError, match=stale):
+        subject.load(11)
+    module = subject.load(11)
+    (result,) = subject.generate([PROMPTS[0]], SamplingParams(max_tokens=5))
+    assert_logprobs(result, module, PROMPTS[0])
+    subject.engine.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_adapters_can_be_merged(tensor: int) -> None:
+    """Where vLLM cannot have them beside its weights."""
+    setup = setup_of("adapters", tensor, merges_adapters=True)
+    subject = Subject("vllm", "adapters", tensor, engine_kind("vllm").factory(setup))
+    for seed in (3, 11):
+        module = subject.load(seed)
+        results = subject.generate(PROMPTS, SamplingParams(max_tokens=20, seed=seed))
+        for prompt, result in zip(PROMPTS, results, strict=True):
+            assert_logprobs(result, module, prompt)
+    subject.engine.close()
 
 
 WEIGHTS = (3, 11, 12, 3)

@@ -104,7 +104,7 @@ def test_two_tensor_ranks_on_the_trainers_devices(
 @pytest.mark.long
 @pytest.mark.parametrize("transport", ["collective", "shared", "disk"])
 def test_a_sync_in_the_middle_of_answers(transport: str, tmp_path: Path, two_processes: RayActors) -> None:
-    """Of the weights, or by files of adapters, which the engine adds to its weights."""
+    """Of the weights, or by files of adapters, which the engine has beside its weights."""
     options = [*LONG, "steps=5", f"models.actor.gen.transport={transport}"]
     if transport == "disk":
         options += [
