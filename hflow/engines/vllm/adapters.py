@@ -114,10 +114,10 @@ def add_on_cpu(
     Args:
         y: `[T, O]`, the output of the layer's parts side by side.
         x: `[T, I]`.
-        lora_a_stacked: of each part, `[1, 1, r, I]`.
-        lora_b_stacked: of each part, `[1, 1, O of the part, r]`.
-        scale: a factor.
-        output_slices: O of each part.
+        lora_a_stacked: the matrix A of each part, `[1, 1, r, I]`.
+        lora_b_stacked: the matrix B of each part, `[1, 1, O of the part, r]`.
+        scale: the factor of the adapter's output.
+        output_slices: the size O of each part.
     """
     parts = y.split(list(output_slices), dim=-1)
     for part, a, b in zip(parts, lora_a_stacked, lora_b_stacked, strict=True):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib import metadata
+from typing import TYPE_CHECKING
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -16,9 +17,14 @@ from hflow.base.devices import is_gpu
 from hflow.engines.vllm.memory import smallest_cache
 from hflow.planner.forecast.memory.parts import QUANTIZED_ROWS, too_small_cache
 from hflow.planner.models.descriptors import InstallProblem, ServedModel
+from hflow.planner.plan.request import trained_shape
+from hflow.planner.plan.traits import traits
 from hflow.shapes.architectures import FAMILIES, can_run
 from hflow.shapes.layout import RankOrder
 from hflow.shapes.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from hflow.config.schema import LoraConfig
 
 SUPPORTED = SpecifierSet(">=0.32,<0.33")
 """Versions of vLLM that hflow was tried with."""
@@ -106,6 +112,13 @@ def find_merging(served: ServedModel) -> str | None:
     if is_gpu(served.cluster.device) and served.config.compute_dtype != "bf16":
         return "on GPUs, vllm's kernels of adapters need dtype=bf16"
     return None
+
+
+def adapter_buffers(shape: ModelShape, lora: LoraConfig) -> tuple[int, tuple[str, ...]]:
+    """Return the rank of vLLM's buffers of adapters, and the modules of the checkpoint that have adapters."""
+    adapter = trained_shape(shape, lora).adapter
+    assert adapter is not None, "the shape is that of adapters"
+    return traits("vllm").padded_rank(lora.r), adapter.targets
 
 
 def check(served: ServedModel) -> Iterator[str]:

@@ -13,11 +13,9 @@ import torch
 
 from hflow.base.devices import is_gpu
 from hflow.engines.interface import EngineSetup
-from hflow.engines.vllm.checks import SCHEDULES_AHEAD_ON
+from hflow.engines.vllm.checks import SCHEDULES_AHEAD_ON, adapter_buffers
 from hflow.engines.vllm.memory import UNPLANNED_FRACTION, cache_without_plan, graph_sizes, step_tokens
 from hflow.models.hf_config import read_config
-from hflow.planner.plan.request import trained_shape
-from hflow.planner.plan.traits import traits
 from hflow.shapes.architectures import read_shape
 from hflow.types.routed_experts import ROUTED_EXPERTS
 
@@ -105,14 +103,9 @@ def _adapters(setup: EngineSetup) -> dict[str, Any]:
         return {}
     shape = read_shape(read_config(setup.settings).to_dict())
     assert shape is not None, "the plan refuses models whose tensors are unknown"
-    adapter = trained_shape(shape, lora).adapter
-    assert adapter is not None
-    return {
-        "enable_lora": True,
-        "max_lora_rank": traits("vllm").padded_rank(lora.r),
-        # All other matrices would have buffers too, also the embedding and the output matrix.
-        "lora_target_modules": list(adapter.targets),
-    }
+    rank, modules = adapter_buffers(shape, lora)
+    # Without a list of modules, the embedding and the output matrix would have buffers too.
+    return {"enable_lora": True, "max_lora_rank": rank, "lora_target_modules": list(modules)}
 
 
 def _cuda_options(max_running: int) -> dict[str, Any]:
