@@ -92,8 +92,11 @@ ARCHITECTURES = {
     "untied": {"model_type": "qwen3", **SIZES, "tie_word_embeddings": False, "num_key_value_heads": 1},
 }
 ADAPTED = {
-    "adapters": ("untied", LoraConfig(r=6, alpha=18)),
-    "experts-adapters": ("experts", LoraConfig(r=4, alpha=2, targets=("q_proj", "o_proj"))),
+    "adapters": (
+        "untied",
+        LoraConfig(r=6, alpha=18, targets=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")),
+    ),
+    "experts-adapters": ("experts", LoraConfig(r=4, alpha=2)),
 }
 """Name -> the architecture of the weights, whose seed is `BASE`, and the adapters beside them."""
 BASE = 3

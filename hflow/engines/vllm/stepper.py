@@ -26,7 +26,6 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from hflow.base.errors import BackendError
-from hflow.config.schema import LoraConfig
 from hflow.engines.interface import DrawnTokens
 from hflow.engines.process.engine_process import ProcessSettings
 from hflow.engines.process.stepper import Results, Stepper
@@ -94,7 +93,8 @@ class VllmStepper(Stepper):
         self._core = self._engine.engine_core
         self._num_ranks: int = settings.arguments["tensor_parallel_size"]
         self._tasks = self._engine.get_supported_tasks()
-        self._lora = _adapters_beside(settings)
+        self._lora = settings.settings.lora if _has_adapter_buffers(settings) else None
+        """The adapters beside the weights; None: there are none, or they are merged."""
         if self._lora is not None:
             self._engine.collective_rpc("hflow_add_adapters", args=(self._lora.r,))
         self._expert_rows = self._read_expert_rows() if ROUTED_EXPERTS in settings.records else None
@@ -317,15 +317,15 @@ def engine_config(settings: ProcessSettings) -> VllmConfig:
 
 def _weight_transfer(settings: ProcessSettings) -> WeightTransferConfig | None:
     """Return the loader of new weights; None where these stay the same, beside adapters."""
-    if _adapters_beside(settings) is not None:
+    if _has_adapter_buffers(settings):
         return None
     merges = settings.settings.lora is not None
     return WeightTransferConfig(backend=rank.ADAPTER_BACKEND if merges else rank.TRANSFER_BACKEND)
 
 
-def _adapters_beside(settings: ProcessSettings) -> LoraConfig | None:
-    """Return the adapters beside the weights; None: there are none, or they are merged."""
-    return settings.settings.lora if settings.arguments.get("enable_lora") else None
+def _has_adapter_buffers(settings: ProcessSettings) -> bool:
+    """Return whether adapters are beside the weights, and not merged."""
+    return "enable_lora" in settings.arguments
 
 
 def _sampling_params(request: GenerationRequest) -> VllmSamplingParams:
