@@ -128,6 +128,7 @@ def test_routes_have_the_adapters_alone():
             {"lora": LoraConfig(targets=("q_prj",))},
             r"lora\.targets: .* no module 'q_prj'; did you mean 'q_proj'",
         ),
+        ({"lora": LoraConfig(targets=())}, r"actor\.lora\.targets is empty, so nothing is trained"),
         (
             {"lora": LoraConfig(r=64)},
             r"actor\.lora\.r is 64, but v_proj has only 32 rows or columns; set models\.actor\.lora\.r=32 or",

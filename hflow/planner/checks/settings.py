@@ -146,6 +146,8 @@ def _check_lora(graph: Graph, name: str, request: PlanRequest) -> None:
     except PlanError as error:
         raise PlanError(f"models.{name}.{error}") from None
     sizes = {spec.shape[".lora_A." in spec.name]: spec for kind in kinds_of_layers(trained) for spec in kind}
+    if not sizes:
+        raise PlanError(f"{key}.targets is empty, so nothing is trained; set {key}.targets=[all-linear]")
     if config.lora.r > min(sizes):
         module = sizes[min(sizes)].name.split(".")[-3]
         raise PlanError(

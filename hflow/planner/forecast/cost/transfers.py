@@ -116,8 +116,8 @@ def _merge(replica: ReplicaCosts) -> Iterator[Part]:
 
 
 def _quantize(replica: ReplicaCosts) -> list[Part]:
-    """Return the seconds in which an engine quantises what it has loaded."""
-    if replica.low_dtype is None:
+    """Return the seconds in which an engine quantises what it has loaded, if that is not only adapters."""
+    if replica.low_dtype is None or replica.config.lora is not None:
         return []
     traffic = QUANTIZING_TRAFFIC * _layer_weights(replica)
     return [Part("quantisation", traffic / replica.rates.stream, MEMORY)]
