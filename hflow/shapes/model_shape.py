@@ -340,9 +340,16 @@ def _layer(shape: ModelShape, index: str, layer: int) -> Iterator[TensorSpec]:
         return
     for spec in _weights_of_layer(shape, index, layer):
         if _is_linear(spec) and _module(spec) in shape.adapter.targets:
-            path, (rows, columns), r = spec.name.removesuffix(".weight"), spec.shape, shape.adapter.r
-            yield TensorSpec(f"{path}.lora_A.weight", (r, columns), layer, "layer")
-            yield TensorSpec(f"{path}.lora_B.weight", (rows, r), layer, "layer")
+            yield from _adapter(spec, shape.adapter.r)
+
+
+def _adapter(spec: TensorSpec, r: int) -> Iterator[TensorSpec]:
+    """Yield the two matrices of a matrix's adapter. Tensor ranks divide its inputs or outputs likewise."""
+    path, (rows, columns) = spec.name.removesuffix(".weight"), spec.shape
+    whole = replace(spec, split_axis=None, split_units=1, may_repeat=False)
+    a, b = (spec if spec.split_axis == axis else whole for axis in (1, 0))
+    yield replace(a, name=f"{path}.lora_A.weight", shape=(r, columns))
+    yield replace(b, name=f"{path}.lora_B.weight", shape=(rows, r))
 
 
 def _weights_of_layer(shape: ModelShape, index: str, layer: int) -> Iterator[TensorSpec]:

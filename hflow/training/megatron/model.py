@@ -6,7 +6,7 @@ hidden, V' padded vocabulary, T tensor ranks, E head size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 from transformers import PreTrainedConfig
@@ -32,9 +32,11 @@ from hflow.models.heads import ScalarHead
 from hflow.models.hf_config import read_config, translate_errors
 from hflow.models.packed_attention import PackedLayout
 from hflow.models.settings import ModelSettings
+from hflow.planner.plan.request import trained_shape
 from hflow.shapes.model_shape import ModelShape
 from hflow.training.fsdp.build import HEADS, check_choice
 from hflow.training.loop.logprobs import OutputMatrix
+from hflow.training.megatron.adapters import add_adapters
 from hflow.training.megatron.attention import PackedInputs, rotary_frequencies
 from hflow.training.megatron.checkpoint_reader import load_parameters, open_weights
 from hflow.training.megatron.config import block_spec, transformer_config
@@ -43,6 +45,7 @@ from hflow.training.megatron.experts import let_routers_replay
 from hflow.training.megatron.hf_mapping import (
     MappedParameter,
     ShardPosition,
+    adapted_linears,
     padded_vocab_size,
     rank_parameters,
 )
@@ -65,12 +68,14 @@ class Stage:
     config: TransformerConfig
     hf_config: PreTrainedConfig
     shape: ModelShape
+    trained_shape: ModelShape
+    """The part of the model that training changes: its adapters, with a scalar head, if it has any."""
     parallel: ParallelState
     dtype: torch.dtype
     """dtype of the forward pass and the weights; a scalar head is in fp32."""
     device: torch.device
     parameters: tuple[MappedParameter, ...]
-    """The blocks of the checkpoint that each of the module's parameters holds."""
+    """The parameters that training changes, with the blocks of HF tensors that each holds."""
     frequencies: Tensor
     """Frequencies of the rotary embedding, `[E / 2]`."""
     kernels: LayerKernels
@@ -103,8 +108,14 @@ class Stage:
         return self.token_share * rows
 
     def parameters_at(self, position: ShardPosition) -> tuple[MappedParameter, ...]:
-        """Return the parameters of a rank of this model."""
-        return rank_parameters(self.shape, position, self.kernels)
+        """Return the parameters of a rank that training changes."""
+        return rank_parameters(self.trained_shape, position, self.kernels)
+
+    @property
+    def whole(self) -> Stage:
+        """The stage as if all of its weights but adapters were trained, by which they are read and saved."""
+        parameters = rank_parameters(self.shape, self.parallel.shard_position, self.kernels)
+        return replace(self, trained_shape=self.shape, parameters=parameters)
 
     def inputs(
         self,
@@ -187,9 +198,13 @@ def build_stage(settings: ModelSettings, parallel: ParallelState) -> Stage:
     with translate_errors(settings.name):
         shape = supported_shape(hf_config, settings.head)
         stage = _uninitialized_stage(settings, hf_config, shape, parallel)
-        with open_weights(settings, shape, stage.parameters) as read:
-            load_parameters(stage.parameters, dict(stage.module.named_parameters()), read)
-    stage.module.requires_grad_(settings.trainable)
+        parameters = {row.name: row for row in (*stage.whole.parameters, *stage.parameters)}.values()
+        tensors = dict(stage.module.named_parameters())
+        with open_weights(settings, shape, parameters) as read:
+            load_parameters(parameters, tensors, read)
+    stage.module.requires_grad_(False)
+    for row in stage.parameters:
+        tensors[row.name].requires_grad_(settings.trainable)
     return stage
 
 
@@ -218,13 +233,31 @@ def _uninitialized_stage(
     let_routers_replay(module)
     if shape.head != "lm" and parallel.is_last_stage:
         module.output_layer = ScalarHead(shape.hidden, settings.seed, shape.head).to(device)
-    parameters = rank_parameters(shape, parallel.shard_position, kernels)
+    position = parallel.shard_position
     shapes = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
-    assert shapes == {parameter.name: parameter.module_shape for parameter in parameters}, (
+    assert shapes == {row.name: row.module_shape for row in rank_parameters(shape, position, kernels)}, (
         "megatron has other parameters than the mapping"
     )
+    trained = trained_shape(shape, settings.lora)
+    if settings.lora is not None:
+        with torch.device(device):
+            add_adapters(module, adapted_linears(trained, position, kernels), settings.lora.scale)
+        if parallel.is_first_stage:
+            module.embedding.register_forward_hook(_require_gradient)
+    parameters = rank_parameters(trained, position, kernels)
     frequencies = rotary_frequencies(hf_config, shape.head_dim).to(device)
-    return Stage(module, config, hf_config, shape, parallel, dtype, device, parameters, frequencies, kernels)
+    return Stage(
+        module, config, hf_config, shape, trained, parallel, dtype, device, parameters, frequencies, kernels
+    )
+
+
+def _require_gradient(embedding: nn.Module, args: object, output: Tensor) -> None:
+    """Give embedded tokens a gradient where weights do not: a recomputed layer has one only if its input has.
+
+    Megatron's embedding is frozen beside adapters.
+    """
+    if torch.is_grad_enabled():
+        output.requires_grad_()
 
 
 def _check_recipe(model: str, recipe: Fp8Recipe) -> None:
