@@ -118,6 +118,7 @@ def saved_peft_config(model: PreTrainedModel, settings: ModelSettings) -> PeftCo
     """Return peft's configuration of a model's saved adapters."""
     config = _peft_config(model, settings)
     config.inference_mode = True
+    config.target_modules = sorted(config.target_modules)  # a set, whose order would differ in every process
     if settings.head == "score":  # among the weights, as peft saves what it trains besides adapters
         config.task_type, config.modules_to_save = "SEQ_CLS", ["score"]
     return config
