@@ -133,7 +133,12 @@ def add_adapters(stage: nn.Module, linears: Iterable[AdaptedLinear], scale: floa
 def _add_output(layer: Any, args: tuple[Tensor, ...], result: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
     """Return a layer's result, an output and a bias still to add, with the adapters' output added."""
     output, bias = result
-    return (output + layer.adapters(args[0]) if layer.adapters.is_on else output), bias
+    adapters: LinearAdapters = layer.adapters
+    if not adapters.is_on:
+        return output, bias
+    if adapters.divides_inputs:  # the output may be a view, which cannot be changed
+        return output + adapters(args[0]), bias
+    return output.add_(adapters(args[0])), bias
 
 
 @contextmanager

@@ -28,15 +28,20 @@ def model_state(rank: Rank) -> Items:
     """Return weights, gradients and optimizer state.
 
     Weights in the compute dtype and fp32 gradients are whole on every data rank. fp32 weights (in bf16) and
-    moments are sharded: 6 + 12 / d bytes a parameter in bf16. An inference replica has weights alone.
+    moments are sharded: 6 + 12 / d bytes a parameter in bf16. An inference replica has weights alone, and
+    none of its own where it uses those of a trainer. Beside adapters, weights have neither gradients nor
+    state.
     """
-    num_weights = rank.sizes.total
-    weights = item(MemoryCategory.WEIGHTS, rank.width * num_weights)
+    if rank.replica.base_of:
+        return Items()
+    weights = item(MemoryCategory.WEIGHTS, rank.width * rank.sizes.total)
     if rank.replica.role != "train":
         return weights
+    if rank.adapts:
+        weights += item(MemoryCategory.WEIGHTS, rank.width * rank.trained.total, "adapters")
     master_bytes = FP32_BYTES if rank.width < FP32_BYTES else 0
     optimizer = rank.optimizer_share(rank.state_bytes + master_bytes)
-    gradients = item(MemoryCategory.GRADIENTS, FP32_BYTES * num_weights)
+    gradients = item(MemoryCategory.GRADIENTS, FP32_BYTES * rank.trained.total)
     return weights + gradients + item(MemoryCategory.OPTIMIZER, optimizer)
 
 
@@ -62,7 +67,8 @@ def kept_after_infer(rank: Rank) -> Items:
 
 def _train_moments(rank: Rank, batch: MicroBatch) -> Iterator[Items]:
     """Yield the bytes at each moment that may be the peak."""
-    layer = activations.kept_by_layer(rank, batch, NUM_MLP) - _saved_by_fp8(rank, batch)
+    layer = activations.kept_by_layer(rank, batch, NUM_MLP) + activations.kept_by_adapters(rank, batch)
+    layer -= _saved_by_fp8(rank, batch)
     is_recomputed = rank.config.activation_checkpointing
     recomputed = layer if is_recomputed else 0
     num_layers = activations.num_in_flight(rank, batch) * rank.sizes.num_layers
@@ -75,14 +81,14 @@ def _train_moments(rank: Rank, batch: MicroBatch) -> Iterator[Items]:
         yield (
             in_layers
             + _head(rank, batch)
-            + activations.trained_logits(rank, batch, rank.width * rank.sizes.output)
+            + activations.trained_logits(rank, batch, rank.width * rank.trained.output)
         )
     needed = activations.backward_buffers(rank, batch, NUM_MLP_BACKWARD)
     buffers = item(MemoryCategory.BUFFERS, needed, "backward buffers")
     if is_recomputed:
         buffers += weights
     yield in_layers + item(MemoryCategory.ACTIVATIONS, recomputed) + buffers
-    largest_gradient = rank.width * max(rank.sizes.embedding, rank.sizes.output)
+    largest_gradient = rank.width * max(rank.trained.embedding, rank.trained.output)
     yield in_layers + item(MemoryCategory.GRADIENTS, largest_gradient)
     step = FP32_BYTES * rank.optimizer_share(1)
     yield item(MemoryCategory.OPTIMIZER, step, "optimizer buffers")

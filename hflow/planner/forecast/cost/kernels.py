@@ -20,7 +20,7 @@ from hflow.planner.forecast.cost.flops import (
 )
 from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
 from hflow.shapes.layout import stage_layers
-from hflow.shapes.model_shape import ModelShape, mean_active_experts, mean_mlp_rows
+from hflow.shapes.model_shape import ModelShape, mean_active_experts, mean_mlp_rows, num_parameters
 
 FP8_TRAFFIC = 6
 """Bytes of memory traffic for each value that becomes FP8 in training: bf16 is read for the largest value
@@ -145,7 +145,7 @@ def pass_seconds(
     products = stage_flops(shape, no_pairs, layout.pipe, product_passes, 0) / layout.tensor
     head = stage_flops(shape, no_pairs, layout.pipe, product_passes, head_passes) / layout.tensor - products
     if replica.config.lora is not None:
-        products += 2 * replica.trained_weights * work.rows * layer_passes
+        products += 2 * _adapter_weights(replica) * work.rows * layer_passes
     tower_passes = layer_passes if replica.trains_tower else 1
     tower = tower_passes * tower_seconds(replica, work, num)
     first, last = stage_layers(shape.num_layers, layout.pipe)[0]
@@ -158,6 +158,16 @@ def pass_seconds(
         + others / replica.rates.stream
         + tower
     )
+
+
+def _adapter_weights(replica: ReplicaCosts) -> float:
+    """Return the elements of adapters by which a rank multiplies each of its tokens, on average.
+
+    With sequence parallelism tensor ranks divide the tokens where they have the same matrices.
+    """
+    if replica.token_share == 1:
+        return replica.trained_weights
+    return num_parameters(replica.trained_shape) / replica.layout.pipe / replica.layout.tensor
 
 
 def tower_seconds(replica: ReplicaCosts, work: Work, num: int) -> float:

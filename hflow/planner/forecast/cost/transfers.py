@@ -14,7 +14,6 @@ from hflow.planner.forecast.memory.transfer import num_writers, saved_state_byte
 from hflow.planner.plan.channels import channel_traits
 from hflow.planner.plan.forecast import EdgeTraffic
 from hflow.planner.plan.hardware import Hardware, Link
-from hflow.planner.plan.request import trained_shape
 from hflow.planner.plan.rows import WeightRoute
 from hflow.planner.weights.sharding import num_publishers
 from hflow.shapes.model_shape import num_parameters
@@ -92,7 +91,7 @@ def _gather(route: WeightRoute, replica: ReplicaCosts, ranks: RankPlacement) -> 
     Whole tensors are written once by the collective, and where they are handed over to an engine's process,
     twice more, into a bucket and out of it.
     """
-    trained = num_parameters(trained_shape(replica.shape, replica.config.lora))
+    trained = num_parameters(replica.trained_shape)
     whole = trained * replica.itemsize
     gathered = all_gather(whole, ranks, replica.hardware)
     num_buckets = math.ceil(whole / BUCKET_BYTES)

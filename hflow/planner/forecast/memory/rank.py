@@ -73,6 +73,11 @@ class Rank:
         return stage_sizes(shape, self.traits, self.replica.layout, self.stage)
 
     @property
+    def adapts(self) -> bool:
+        """Whether the replica trains adapters in place of its weights."""
+        return self.config.lora is not None and self.replica.role == "train"
+
+    @property
     def width(self) -> int:
         """Bytes of a number in the compute dtype."""
         return DTYPE_BYTES[self.config.compute_dtype]
@@ -91,10 +96,10 @@ class Rank:
         """Return this rank's bytes of sharded optimizer state, where the data axis does not divide weights.
 
         Args:
-            per_element: bytes of the state for each element of the rank's weights.
+            per_element: bytes of the state for each element of the rank's trained weights.
         """
-        layout, experts = self.replica.layout, self.sizes.experts
-        others = self.sizes.total - experts
+        layout, experts = self.replica.layout, self.trained.experts
+        others = self.trained.total - experts
         return -(-per_element * others // layout.num_copies) + -(
             -per_element * experts // layout.num_expert_copies
         )

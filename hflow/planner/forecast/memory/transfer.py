@@ -95,9 +95,9 @@ def received_on_host(rank: Rank, route: WeightRoute) -> Items:
 def _received_last(rank: Rank, route: WeightRoute) -> Items:
     if not route.delta:
         return Items()
-    num_parts = rank.tensor if rank.config.lora is None else 1  # every rank receives all adapters
-    num_bytes = rank.width * (num_parameters(rank.trained_shape) // num_parts)
-    return item(MemoryCategory.BUFFERS, num_bytes, RECEIVED_LAST)
+    is_whole = rank.config.lora is not None  # ranks have one matrix of each adapter whole
+    num = rank.trained.total if is_whole else num_parameters(rank.trained_shape) // rank.tensor
+    return item(MemoryCategory.BUFFERS, rank.width * num, RECEIVED_LAST)
 
 
 def handed_over_buckets(rank: Rank) -> Items:
