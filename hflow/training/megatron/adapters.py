@@ -14,9 +14,9 @@ r rank of the adapters; n adapters of the layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.tensor_parallel import (
@@ -33,6 +33,19 @@ from torch.nn.functional import linear
 
 from hflow.training.megatron.hf_mapping import AdaptedLinear
 from hflow.training.megatron.layers import sum_gradient
+
+
+class Places(NamedTuple):
+    """Where the outputs of adapters are in those of a layer, which consist of equal blocks."""
+
+    num_blocks: int
+    spans: list[tuple[int, int]]
+    """Of each adapter, `[start, stop)` in every block."""
+
+    def parts(self, output: Tensor) -> list[Tensor]:
+        """Return the part of each adapter in an output `[U, 1, O]`, as a view `[U, blocks, size]`."""
+        blocks = output.squeeze(1).unflatten(-1, (self.num_blocks, -1))
+        return [blocks[..., start:stop] for start, stop in self.spans]
 
 
 class LinearAdapters(nn.Module):
@@ -57,7 +70,9 @@ class LinearAdapters(nn.Module):
         """
         super().__init__()
         self.scale, self.tp_group, self.copies = scale, tp_group, copies
-        self.outputs, self.num_blocks, self.divides_inputs = of.outputs, of.num_blocks, of.divides_inputs
+        self.divides_inputs, self.places = of.divides_inputs, Places(of.num_blocks, [])
+        self.hf_modules: list[str] = []
+        """The HF modules that have adapters."""
         self.sequence_parallel = config.sequence_parallel
         self.is_on = True
         for row in of.parameters:
@@ -69,26 +84,30 @@ class LinearAdapters(nn.Module):
             else:
                 weight.sequence_parallel = config.sequence_parallel
             self.register_parameter(name, weight)
+        start = 0
+        for module, size in of.outputs:
+            stop = start + size // of.num_blocks
+            if f"{module}_A" in self._parameters:
+                self.hf_modules.append(module)
+                self.places.spans.append((start, stop))
+            start = stop
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute what is added to the layer's output, `[U, 1, I]` -> `[U, 1, O]`."""
-        modules = [module for module, _ in self.outputs if f"{module}_A" in self._parameters]
-        low = linear(x, torch.cat([self.get_parameter(f"{module}_A") for module in modules]))
+    def forward(self, x: Tensor, output: Tensor) -> Tensor:
+        """Add to the layer's output `[U, 1, O]`, which may be overwritten, that of the adapters.
+
+        Args:
+            x: the layer's input, `[U, 1, I]`.
+            output: the layer's output without adapters.
+        """
+        low = linear(x.squeeze(1), torch.cat([self.get_parameter(f"{x}_A") for x in self.hf_modules]))
         low = self._exchange(low * self.scale)
-        parts = dict(zip(modules, low.chunk(len(modules), dim=-1), strict=True))
-        outputs = [
-            linear(parts[module], self._output_matrix(module))
-            if module in parts
-            else low.new_zeros(*low.shape[:-1], size)
-            for module, size in self.outputs
-        ]
-        if len(outputs) == 1:
-            return outputs[0]
-        blocks = [output.unflatten(-1, (self.num_blocks, -1)) for output in outputs]
-        return torch.cat(blocks, dim=-1).flatten(-2)
+        matrices = [self._output_matrix(module) for module in self.hf_modules]
+        if self.divides_inputs:  # a single matrix; the output may be a view, which cannot be overwritten
+            return output + linear(low, *matrices).unsqueeze(1)
+        return _add_products(output, low, self.places, *matrices)
 
     def _exchange(self, low: Tensor) -> Tensor:
-        """Return the numbers between the matrices, `[U, 1, n r]`, of the tokens that the second ones need.
+        """Return the numbers between the matrices, `[U, n r]`, of the tokens that the second ones need.
 
         Gradients go the other way.
         """
@@ -133,12 +152,39 @@ def add_adapters(stage: nn.Module, linears: Iterable[AdaptedLinear], scale: floa
 def _add_output(layer: Any, args: tuple[Tensor, ...], result: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
     """Return a layer's result, an output and a bias still to add, with the adapters' output added."""
     output, bias = result
-    adapters: LinearAdapters = layer.adapters
-    if not adapters.is_on:
-        return output, bias
-    if adapters.divides_inputs:  # the output may be a view, which cannot be changed
-        return output + adapters(args[0]), bias
-    return output.add_(adapters(args[0])), bias
+    return (layer.adapters(args[0], output) if layer.adapters.is_on else output), bias
+
+
+class _AddProducts(torch.autograd.Function):
+    """Adds the products of adapters to their parts of an output, one after the other.
+
+    All together would take the memory of the output, and as much again in the order of its blocks.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, low: Tensor, places: Places, *matrices: Tensor) -> Tensor:
+        ctx.places = places
+        ctx.mark_dirty(output)
+        ctx.save_for_backward(low, *matrices)
+        parts, rows = places.parts(output), low.chunk(len(matrices), dim=-1)
+        for part, row, matrix in zip(parts, rows, matrices, strict=True):
+            part.add_(linear(row, matrix).view_as(part))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        low, *matrices = ctx.saved_tensors
+        of_low = torch.empty_like(low)
+        of_matrices = []
+        rows, of_rows = (x.chunk(len(matrices), dim=-1) for x in (low, of_low))
+        for part, row, of_row, matrix in zip(ctx.places.parts(grad), rows, of_rows, matrices, strict=True):
+            of_product = part.flatten(-2)
+            of_row.copy_(of_product @ matrix)
+            of_matrices.append(of_product.t() @ row)
+        return grad, of_low, None, *of_matrices
+
+
+_add_products: Callable[..., Tensor] = _AddProducts.apply
 
 
 @contextmanager
