@@ -123,7 +123,9 @@ class LoraConfig:
     r: Int = Field(default=16, ge=1)
     """Rank of the adapters."""
     alpha: WholeOrFraction = Field(default=32, gt=0)
-    """The adapters' output is scaled by alpha / r."""
+    """The adapters' output is scaled by alpha / r, or by alpha / sqrt(r) with `rslora`."""
+    rslora: StrictBool = False
+    """Scale by alpha / sqrt(r), so that the size of updates does not depend on r (Kalajdzievski 2023)."""
     targets: Names = (ALL_LINEAR,)
     """Modules that get adapters, such as `[q_proj,v_proj]`; `all-linear`: all matrices of decoder layers."""
     save_merged: StrictBool = False
@@ -132,7 +134,7 @@ class LoraConfig:
     @property
     def scale(self) -> float:
         """The factor of the adapters' output."""
-        return self.alpha / self.r
+        return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
 
 
 @dataclass(frozen=True, config=CHECKED)

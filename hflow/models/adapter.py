@@ -166,6 +166,7 @@ def _peft_config(model: PreTrainedModel, settings: ModelSettings) -> PeftConfig:
     return LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
+        use_rslora=lora.rslora,
         target_modules=wanted,
         exclude_modules=_outside_language_model(model),
         task_type="CAUSAL_LM",

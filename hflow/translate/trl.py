@@ -210,7 +210,7 @@ TABLES: dict[str, Sequence[Row]] = {
         same("lora_target_modules", "models.actor.lora.targets", "null: PEFT's choice; `all-linear` here"),
         same("lora_dropout", "", "0 only: adapters have no dropout"),
         manual("lora_*", note="[LoRA](../lora.md)"),
-        manual("use_rslora", "`models.actor.lora.alpha`"),
+        same("use_rslora", "models.actor.lora.rslora"),
         missing("use_dora"),
         automatic("disable_dropout", "models compute without dropout"),
         automatic("attn_implementation", "`hflow plan`, section attention"),
@@ -690,6 +690,8 @@ def _model_settings(given: Given, draft: RecipeDraft) -> None:
         return
     draft.set("models.actor.lora.r", given.whole("lora_r"))
     draft.set("models.actor.lora.alpha", given.number("lora_alpha"))
+    if given.flag("use_rslora"):
+        draft.set("models.actor.lora.rslora", True)
     targets = given.value("lora_target_modules")
     if targets is None:
         given.differs(

@@ -164,7 +164,10 @@ def _model(part: str, model: str, *, is_actor: bool) -> list[Row]:
         missing(f"{part}.fused_kernel_options.*"),
         missing(f"{part}.tiled_mlp.*"),
         missing(f"{part}.mtp.*", note="layers for multi-token prediction are not trained"),
-        missing(f"{part}.lora.*", note="adapters with megatron"),
+        manual(
+            f"{part}.lora.*",
+            f"`{ours}.lora`, whose adapters are those of `canonical_lora`: one for each matrix",
+        ),
     ]
 
 

@@ -24,7 +24,7 @@ def merge(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
         base: some rows and columns of a matrix, `[outputs, inputs]`.
         a: the adapter's first matrix, `[r, inputs]`.
         b: the adapter's second matrix, `[outputs, r]`.
-        scale: alpha / r.
+        scale: the factor of adapters' output.
     """
     return (base.float() + scale * (b.float() @ a.float())).to(base.dtype)
 
@@ -70,7 +70,7 @@ class MergedWeights(_Adapters):
     Args:
         adapters: what the rank receives.
         base: the rank's blocks of the model without adapters, in host memory, by their tensor's name.
-        scale: alpha / r.
+        scale: the factor of adapters' output.
         device: where tensors are merged.
     """
 

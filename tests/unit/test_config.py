@@ -476,14 +476,16 @@ def test_every_counterpart_of_another_librarys_key_exists():
 
 def test_keys_that_came_later_leave_the_settings_of_earlier_plans_as_they_were():
     """Only with their defaults; another value is a setting like any other."""
-    config = load_config(GRPO)
+    adapters = "models.actor.lora={r: 4}"
+    config = load_config(GRPO, [adapters])
     settings = _settings(config)
     flat = dict(flatten(config))
     for later, default in _LATER_KEYS.items():
         keys = [key for key in flat if key.endswith(later)]
         assert keys, later
         assert all(flat[key] == default and key not in settings for key in keys)
-    changed = _settings(load_config(GRPO, ["models.actor.freeze=vision", "models.actor.zero_stage=2"]))
+    changes = ["models.actor.freeze=vision", "models.actor.zero_stage=2"]
+    changed = _settings(load_config(GRPO, [adapters, *changes]))
     assert changed == {**settings, "models.actor.freeze": "vision", "models.actor.zero_stage": 2}
 
 

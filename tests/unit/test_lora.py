@@ -48,12 +48,13 @@ def frozen(settings):
     return dataclasses.replace(settings, name="ref", lora=None, trainable=False)
 
 
-def test_forward_and_gradients_are_those_of_peft(base):
+@pytest.mark.parametrize("rslora", [False, True])
+def test_forward_and_gradients_are_those_of_peft(base, rslora):
     """The log-probs and the gradient of their sum, with the same random adapters in peft's own model."""
-    backend = adapted(base)
+    backend = adapted(base, lora=dataclasses.replace(LORA, rslora=rslora))
     theirs = get_peft_model(
         AutoModelForCausalLM.from_pretrained(base),
-        PeftConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"),
+        PeftConfig(r=4, lora_alpha=8, use_rslora=rslora, target_modules="all-linear", task_type="CAUSAL_LM"),
     )
     named = {name: x for name, x in theirs.named_parameters() if x.requires_grad}
     ours = kit.weights(backend)
@@ -102,8 +103,9 @@ def test_only_adapters_are_trained_and_they_can_be_turned_off(base, dtype):
     assert stored == {torch.bfloat16 if dtype == "bf16" else torch.float32}
 
 
-def test_a_saved_adapter_loads_in_peft_and_merges(base, tmp_path):
-    backend = adapted(base, lora=dataclasses.replace(LORA, save_merged=True))
+@pytest.mark.parametrize("rslora", [False, True])
+def test_a_saved_adapter_loads_in_peft_and_merges(base, tmp_path, rslora):
+    backend = adapted(base, lora=dataclasses.replace(LORA, save_merged=True, rslora=rslora))
     backend.train(CALL, kit.whole(BATCH), 0)
     backend.save(str(tmp_path))()
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path)

@@ -50,12 +50,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_logits_and_gradients_are_those_of_peft(base):
+@pytest.mark.parametrize("rslora", [False, True])
+def test_logits_and_gradients_are_those_of_peft(base, rslora):
     """The log-probs and the gradient of their sum, with the same random adapters in peft's own model."""
-    backend = adapted(base)
+    backend = adapted(base, lora=LoraConfig(r=4, alpha=8, rslora=rslora))
     theirs = get_peft_model(
         AutoModelForCausalLM.from_pretrained(base),
-        PeftConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"),
+        PeftConfig(r=4, lora_alpha=8, use_rslora=rslora, target_modules="all-linear", task_type="CAUSAL_LM"),
     )
     named = {name: x for name, x in theirs.named_parameters() if x.requires_grad}
     ours = kit.weights(backend)

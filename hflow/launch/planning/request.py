@@ -300,6 +300,7 @@ _LATER_KEYS = {
     ".fp8": None,
     ".zero_stage": 3,
     ".freeze": None,
+    ".lora.rslora": False,
     ".images.min_pixels": None,
     ".images.max_pixels": None,
     ".fetch_images": False,

@@ -21,11 +21,12 @@ from hflow.graph.queries import (
     written_models,
 )
 from hflow.planner.forecast.cost.collectives import axis_lines
+from hflow.planner.models.choices import te_setting
 from hflow.planner.plan.request import PlanRequest, trained_shape
 from hflow.planner.plan.rows import BatchCut, EdgeRule, Replica
 from hflow.planner.plan.traits import first_with, traits
 from hflow.shapes.model_shape import kinds_of_layers
-from hflow.types.kernels import AUTO_KERNELS
+from hflow.types.kernels import AUTO_KERNELS, LayerKernels
 
 MINIMUMS = {
     "batch": 1,
@@ -132,6 +133,11 @@ def _check_lora(graph: Graph, name: str, request: PlanRequest) -> None:
         raise PlanError(
             f"{key} is set, but the {config.backend} backend cannot train adapters; set "
             f"models.{name}.backend={first_with('has_adapters')}, or remove {key}"
+        )
+    if config.kernels == LayerKernels.TRANSFORMER_ENGINE or config.fp8 is not None:
+        asked, instead = te_setting(name, config)
+        raise PlanError(
+            f"{asked}, but adapters are added to the products of torch; set {instead}, or remove {key}"
         )
     for node in graph.nodes:
         if node.spec.verb == "update" and name in node.spec.reads_weights:

@@ -128,6 +128,8 @@ def layer_choices(replicas: Iterable[Replica], request: PlanRequest) -> tuple[La
 
 def _layer_choice(replica: Replica, request: PlanRequest) -> LayerChoice:
     config, installed = request.model(replica.model), request.transformer_engine
+    if config.lora is not None or replica.base_of:
+        return LayerChoice(replica.name, LayerKernels.TORCH, None, "adapters are beside matrices of torch")
     device, dtype = request.cluster.device, config.compute_dtype
     kernels, why = choose_kernels(config.kernels, device, dtype, installed, config.fp8)
     if config.fp8 is not None and "fp8" not in request.hardware.calibration.matmul:

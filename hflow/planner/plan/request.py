@@ -96,8 +96,9 @@ def trained_shape(shape: ModelShape, lora: LoraConfig | None) -> ModelShape:
     for name in targets:
         if name not in known:
             raise PlanError(
-                f"lora.targets: a {shape.family} model has no module {name!r}{nearest(name, known)} (known: "
-                f"{ALL_LINEAR}, {', '.join(known)})"
+                f"lora.targets: the layers of a {shape.family} model have no matrix {name!r}"
+                f"{nearest(name, known)} (known: {ALL_LINEAR}, {', '.join(known)}; embeddings, routers and "
+                "experts have no adapters)"
             )
     return replace(shape, adapter=AdapterShape(lora.r, tuple(dict.fromkeys(targets))))
 
