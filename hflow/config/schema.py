@@ -132,6 +132,11 @@ class LoraConfig:
     """Save also the merged model, as Hugging Face files in `merged/` beside the adapter."""
 
     @property
+    def chosen(self) -> Names | None:
+        """The modules that get adapters; None: all that can."""
+        return None if self.targets == (ALL_LINEAR,) else self.targets
+
+    @property
     def scale(self) -> float:
         """The factor of the adapters' output."""
         return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)

@@ -155,7 +155,7 @@ def _peft_config(model: PreTrainedModel, settings: ModelSettings) -> PeftConfig:
     lora = settings.lora
     assert lora is not None, "the model has no adapters"
     targets = _targets(model)
-    wanted = sorted(targets) if lora.targets == (ALL_LINEAR,) else list(lora.targets)
+    wanted = sorted(targets) if lora.chosen is None else list(lora.chosen)
     for name in wanted:
         if name not in targets:
             raise BackendError(

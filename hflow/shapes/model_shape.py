@@ -7,7 +7,7 @@ their matrices.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
@@ -277,6 +277,18 @@ def adapter_targets(shape: ModelShape) -> tuple[str, ...]:
     """Return the modules that adapters can be added to: matrices of layers, without routers and experts."""
     specs = [spec for kind in kinds_of_layers(replace(shape, adapter=None)) for spec in kind]
     return tuple(dict.fromkeys(_module(spec) for spec in specs if _is_linear(spec)))
+
+
+def adapted_shape(shape: ModelShape, r: int, targets: Sequence[str] | None) -> ModelShape:
+    """Return the shape whose tensors are a model's adapters.
+
+    Args:
+        shape: the model.
+        r: rank of the adapters.
+        targets: the modules that have adapters, some of `adapter_targets`; None: all of these.
+    """
+    names = adapter_targets(shape) if targets is None else tuple(dict.fromkeys(targets))
+    return replace(shape, adapter=AdapterShape(r, names))
 
 
 def _is_linear(spec: TensorSpec) -> bool:

@@ -58,6 +58,7 @@ HOT: Mapping[str, Collection[str] | None] = {
     "engines/embedded/pages.py": EVERYTHING,
     "engines/embedded/replay.py": EVERYTHING,
     "engines/embedded/sampling.py": EVERYTHING,
+    "training/megatron/adapters.py": EVERYTHING,
     "training/megatron/attention.py": EVERYTHING,
     "training/megatron/context_parallel.py": EVERYTHING,
     "training/megatron/experts.py": EVERYTHING,

@@ -35,17 +35,17 @@ from hflow.training.megatron.hf_mapping import AdaptedLinear
 from hflow.training.megatron.layers import sum_gradient
 
 
-class Places(NamedTuple):
-    """Where the outputs of adapters are in those of a layer, which consist of equal blocks."""
+class OutputSpans(NamedTuple):
+    """The places of adapters' outputs in those of a layer, which consist of equal blocks."""
 
     num_blocks: int
-    spans: list[tuple[int, int]]
-    """Of each adapter, `[start, stop)` in every block."""
+    in_block: list[tuple[int, int]]
+    """`[start, stop)` of each adapter in every block."""
 
-    def parts(self, output: Tensor) -> list[Tensor]:
+    def views(self, output: Tensor) -> list[Tensor]:
         """Return the part of each adapter in an output `[U, 1, O]`, as a view `[U, blocks, size]`."""
         blocks = output.squeeze(1).unflatten(-1, (self.num_blocks, -1))
-        return [blocks[..., start:stop] for start, stop in self.spans]
+        return [blocks[..., start:stop] for start, stop in self.in_block]
 
 
 class LinearAdapters(nn.Module):
@@ -64,13 +64,13 @@ class LinearAdapters(nn.Module):
         Args:
             of: the layer.
             scale: the factor of the adapters' output.
-            config: of the model.
+            config: megatron's `TransformerConfig`.
             tp_group: the tensor ranks.
             copies: the tensor ranks that hold the same key-value head; None if each head is on one of them.
         """
         super().__init__()
         self.scale, self.tp_group, self.copies = scale, tp_group, copies
-        self.divides_inputs, self.places = of.divides_inputs, Places(of.num_blocks, [])
+        self.divides_inputs, self.spans = of.divides_inputs, OutputSpans(of.num_blocks, [])
         self.hf_modules: list[str] = []
         """The HF modules that have adapters."""
         self.sequence_parallel = config.sequence_parallel
@@ -89,7 +89,7 @@ class LinearAdapters(nn.Module):
             stop = start + size // of.num_blocks
             if f"{module}_A" in self._parameters:
                 self.hf_modules.append(module)
-                self.places.spans.append((start, stop))
+                self.spans.in_block.append((start, stop))
             start = stop
 
     def forward(self, x: Tensor, output: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ class LinearAdapters(nn.Module):
         matrices = [self._output_matrix(module) for module in self.hf_modules]
         if self.divides_inputs:  # a single matrix; the output may be a view, which cannot be overwritten
             return output + linear(low, *matrices).unsqueeze(1)
-        return _add_products(output, low, self.places, *matrices)
+        return _add_products(output, low, self.spans, *matrices)
 
     def _exchange(self, low: Tensor) -> Tensor:
         """Return the numbers between the matrices, `[U, n r]`, of the tokens that the second ones need.
@@ -162,11 +162,11 @@ class _AddProducts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, low: Tensor, places: Places, *matrices: Tensor) -> Tensor:
-        ctx.places = places
+    def forward(ctx: Any, output: Tensor, low: Tensor, spans: OutputSpans, *matrices: Tensor) -> Tensor:
+        ctx.spans = spans
         ctx.mark_dirty(output)
         ctx.save_for_backward(low, *matrices)
-        parts, rows = places.parts(output), low.chunk(len(matrices), dim=-1)
+        parts, rows = spans.views(output), low.chunk(len(matrices), dim=-1)
         for part, row, matrix in zip(parts, rows, matrices, strict=True):
             part.add_(linear(row, matrix).view_as(part))
         return output
@@ -177,7 +177,7 @@ class _AddProducts(torch.autograd.Function):
         of_low = torch.empty_like(low)
         of_matrices = []
         rows, of_rows = (x.chunk(len(matrices), dim=-1) for x in (low, of_low))
-        for part, row, of_row, matrix in zip(ctx.places.parts(grad), rows, of_rows, matrices, strict=True):
+        for part, row, of_row, matrix in zip(ctx.spans.views(grad), rows, of_rows, matrices, strict=True):
             of_product = part.flatten(-2)
             of_row.copy_(of_product @ matrix)
             of_matrices.append(of_product.t() @ row)

@@ -32,8 +32,7 @@ from hflow.models.heads import ScalarHead
 from hflow.models.hf_config import read_config, translate_errors
 from hflow.models.packed_attention import PackedLayout
 from hflow.models.settings import ModelSettings
-from hflow.planner.plan.request import trained_shape
-from hflow.shapes.model_shape import ModelShape
+from hflow.shapes.model_shape import ModelShape, adapted_shape
 from hflow.training.fsdp.build import HEADS, check_choice
 from hflow.training.loop.logprobs import OutputMatrix
 from hflow.training.megatron.adapters import add_adapters
@@ -238,10 +237,11 @@ def _uninitialized_stage(
     assert shapes == {row.name: row.module_shape for row in rank_parameters(shape, position, kernels)}, (
         "megatron has other parameters than the mapping"
     )
-    trained = trained_shape(shape, settings.lora)
-    if settings.lora is not None:
+    trained, lora = shape, settings.lora
+    if lora is not None:
+        trained = adapted_shape(shape, lora.r, lora.chosen)
         with torch.device(device):
-            add_adapters(module, adapted_linears(trained, position, kernels), settings.lora.scale)
+            add_adapters(module, adapted_linears(trained, position, kernels), lora.scale)
         if parallel.is_first_stage:
             module.embedding.register_forward_hook(_require_gradient)
     parameters = rank_parameters(trained, position, kernels)
