@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from hflow.base.errors import RunError
-from hflow.types.tensor_slices import Block, box_slices, slices_within, whole_box
+from hflow.types.tensor_slices import (
+    Block,
+    Box,
+    box_slices,
+    intersect,
+    numel,
+    slices_within,
+    whole_box,
+)
 from hflow.weights.buckets import IncomingTensor
 from hflow.weights.checksum import block_checksum, checksums_of
 from hflow.weights.incoming import IncomingWeights
@@ -85,9 +93,10 @@ class MergedWeights(_Adapters):
         """Receive all adapters, then yield every tensor of the model.
 
         Raises:
-            RunError: when an adapter lacks a matrix, or is of a tensor that the rank does not have.
+            RunError: when an adapter lacks a matrix, or a part that the rank needs, or is of a tensor that
+                the rank does not have.
         """
-        arrived = {tensor.name: tensor.tensor for tensor in self._arrivals()}
+        arrived = {tensor.name: tensor for tensor in self._arrivals()}
         targets = {name.removesuffix(end) for name in arrived for end in (A, B) if name.endswith(end)}
         for path in sorted(targets):
             if f"{path}weight" not in self._base or not {path + A, path + B} <= arrived.keys():
@@ -99,8 +108,9 @@ class MergedWeights(_Adapters):
             values, path = held.values.to(self._target), name.removesuffix("weight")
             if path in targets:
                 rows, columns = held.box
-                a = arrived[path + A][:, slice(*columns)].to(self._target)
-                b = arrived[path + B][slice(*rows)].to(self._target)
+                r = arrived[path + A].tensor.shape[0]
+                a = _part(arrived[path + A], ((0, r), columns)).to(self._target)
+                b = _part(arrived[path + B], (rows, (0, r))).to(self._target)
                 values = merge(values, a, b, self._scale)
             whole = whole_box(held.shape)
             shaped = values
@@ -108,3 +118,18 @@ class MergedWeights(_Adapters):
                 shaped = values.new_empty(held.shape)
                 shaped[slices_within(held.box, whole)] = values
             yield IncomingTensor(name, shaped, (held.box,), (block_checksum(held.block(values)),))
+
+
+def _part(arrived: IncomingTensor, box: Box) -> Tensor:
+    """Return a box of a matrix, of which each tensor rank receives what it needs.
+
+    Raises:
+        RunError: when a part of the box has not arrived.
+    """
+    overlaps = (intersect(other, box) for other in arrived.boxes)
+    if sum(numel(overlap) for overlap in overlaps if overlap is not None) < numel(box):
+        raise RunError(
+            f"{box} of {arrived.name} has not arrived, only {arrived.boxes}. If it happens again, the weight "
+            "route has a bug"
+        )
+    return arrived.tensor[slices_within(box, whole_box(tuple(arrived.tensor.shape)))]

@@ -95,7 +95,7 @@ def _are_alike(replica: Replica, trainer: Replica, request: PlanRequest) -> bool
         (r.backend, r.layout, r.workers, config.compute_dtype)
         for r, config in zip((replica, trainer), configs, strict=True)
     ]
-    has_other_kernels = configs[0].kernels == "transformer_engine"
+    has_other_kernels = configs[0].kernels == "transformer_engine" or configs[0].fp8 is not None
     return replica.role == "infer" and settings[0] == settings[1] and not has_other_kernels
 
 
