@@ -93,8 +93,8 @@ class MergedWeights(_Adapters):
         """Receive all adapters, then yield every tensor of the model.
 
         Raises:
-            RunError: when an adapter lacks a matrix, or a part that the rank needs, or is of a tensor that
-                the rank does not have.
+            RunError: when an adapter lacks a matrix, or a part that the rank needs, or is of a tensor that it
+                does not have.
         """
         arrived = {tensor.name: tensor for tensor in self._arrivals()}
         targets = {name.removesuffix(end) for name in arrived for end in (A, B) if name.endswith(end)}

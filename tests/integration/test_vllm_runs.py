@@ -106,7 +106,7 @@ def test_tensor_ranks_merge_the_adapters_of_megatrons(tmp_path: Path, two_proces
     """Each rank of the engine takes its part of the adapters, which are the trainer's in every step."""
     options = [*GRPO, "batch=4", "steps=3", "cluster=cpu-1x2", "models.actor.backend=megatron"]
     options += ["models.actor.layout=t2", "models.actor.gen.layout=t2", "models.actor.gen.transport=store"]
-    options += [f"models.actor.path={save_base(tmp_path / 'base', options)}", "models.actor.optim.lr=1e-2"]
+    options += [f"models.actor.path={save_base(tmp_path / 'base', GRPO)}", "models.actor.optim.lr=1e-2"]
     options += ["models.actor.lora={r: 4, alpha: 8}"]
     summary = run("recipes/grpo.py", tmp_path, *options, processes=two_processes)
     assert (summary.reason, summary.steps) == ("done", 3)
