@@ -69,6 +69,7 @@ HOT: Mapping[str, Collection[str] | None] = {
         "output_matrix",
         "zero_loss",
         "_postprocess",
+        "_prepare_embedded",
         "_for_logits",
         "_for_scalar_head",
     ),

@@ -7,6 +7,7 @@ hidden, V' padded vocabulary, T tensor ranks, E head size.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -242,8 +243,8 @@ def _uninitialized_stage(
         trained = adapted_shape(shape, lora.r, lora.chosen)
         with torch.device(device):
             add_adapters(module, adapted_linears(trained, position, kernels), lora.scale)
-        if parallel.is_first_stage:
-            module.embedding.register_forward_hook(_require_gradient)
+    if parallel.is_first_stage:
+        module.embedding.register_forward_hook(partial(_prepare_embedded, needs_gradient=lora is not None))
     parameters = rank_parameters(trained, position, kernels)
     frequencies = rotary_frequencies(hf_config, shape.head_dim).to(device)
     return Stage(
@@ -251,13 +252,15 @@ def _uninitialized_stage(
     )
 
 
-def _require_gradient(embedding: nn.Module, args: object, output: Tensor) -> None:
-    """Give embedded tokens a gradient where weights do not: a recomputed layer has one only if its input has.
+def _prepare_embedded(embedding: nn.Module, args: object, output: Tensor, *, needs_gradient: bool) -> Tensor:
+    """Return embedded tokens `[U', 1, D]` with the strides of a new tensor.
 
-    Megatron's embedding is frozen beside adapters.
+    Megatron has transposed them, and torch would multiply rows with such strides by a frozen matrix one at a
+    time, each with a copy of it. A frozen embedding's output gets a gradient, as without one a recomputed
+    layer would have none for its adapters.
     """
-    if torch.is_grad_enabled():
-        output.requires_grad_()
+    embedded = output.flatten(0, 1).unsqueeze(1)
+    return embedded.requires_grad_() if needs_gradient and torch.is_grad_enabled() else embedded
 
 
 def _check_recipe(model: str, recipe: Fp8Recipe) -> None:
