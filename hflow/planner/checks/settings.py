@@ -26,7 +26,7 @@ from hflow.planner.plan.request import PlanRequest, trained_shape
 from hflow.planner.plan.rows import BatchCut, EdgeRule, Replica
 from hflow.planner.plan.traits import first_with, traits
 from hflow.shapes.model_shape import kinds_of_layers
-from hflow.types.kernels import AUTO_KERNELS, LayerKernels
+from hflow.types.kernels import AUTO_KERNELS
 
 MINIMUMS = {
     "batch": 1,
@@ -134,7 +134,7 @@ def _check_lora(graph: Graph, name: str, request: PlanRequest) -> None:
             f"{key} is set, but the {config.backend} backend cannot train adapters; set "
             f"models.{name}.backend={first_with('has_adapters')}, or remove {key}"
         )
-    if config.kernels == LayerKernels.TRANSFORMER_ENGINE or config.fp8 is not None:
+    if config.kernels == "transformer_engine" or config.fp8 is not None:
         asked, instead = te_setting(name, config)
         raise PlanError(
             f"{asked}, but adapters are added to the products of torch; set {instead}, or remove {key}"
