@@ -15,10 +15,12 @@ COPY configs configs
 COPY recipes recipes
 RUN pip install '.[vllm,data,lora,math,serve]'
 
-# Extras that are compiled against the installed torch: transformer-engine, flash-attn.
+# What is compiled against the installed torch: the extras transformer-engine and flash-attn, and the address
+# of FlashAttention 3, which is no extra.
 ARG KERNELS=
-RUN test -z "$KERNELS" || (pip install hatchling ninja packaging psutil pybind11 setuptools wheel \
-    && MAX_JOBS=8 pip install --no-build-isolation ".[$KERNELS]")
+ARG FLASH_ATTN_3=
+RUN test -z "$KERNELS$FLASH_ATTN_3" || (pip install hatchling ninja packaging psutil pybind11 setuptools wheel \
+    && MAX_JOBS=8 pip install --no-build-isolation ${KERNELS:+".[$KERNELS]"} $FLASH_ATTN_3)
 
 WORKDIR /work
 CMD ["hflow", "doctor"]

@@ -142,13 +142,14 @@ build/cuda/installed: requirements/lock.txt requirements/without-deps.txt
 	touch $@
 
 # The parameters of functions that need CUDA, from the sources of their packages: tests/fixtures/signatures.json.
-# flash-attn's source distribution asks torch for its metadata.
+# flash-attn's source distribution asks torch for its metadata. flash-attn-3 has none: FLASH_ATTN_3 is an archive
+# flash_attn_3-3.0.0.tar.gz of the repository at the commit that FLASH_ATTN_3_INSTALL names.
 signatures: env
 	rm -rf build/signatures
 	$(BIN)/python -m pip download --quiet --no-deps --dest build/signatures transformer-engine==2.11.0
 	FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE $(BIN)/python -m pip download --quiet --no-deps --no-binary :all: \
 		--no-build-isolation --dest build/signatures flash-attn==2.8.3.post2
-	$(BIN)/python requirements/signatures.py build/signatures/*
+	$(BIN)/python requirements/signatures.py build/signatures/* $(FLASH_ATTN_3)
 
 clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -27,6 +27,7 @@ TESTS = (
     "decode_kernel",
     "doctor_gpus",
     "engine",
+    "engine_pages",
     "graph_build",
     "host_offload",
     "loss_reductions",

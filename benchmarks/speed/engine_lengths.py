@@ -33,8 +33,7 @@ PROMPT = 7
 @contextmanager
 def one_band() -> Iterator[None]:
     """Put all sequences into one band."""
-    whole = mock.patch("hflow.engines.embedded.cache._band", np.zeros_like)
-    with whole, mock.patch("hflow.engines.embedded.engine.outgrows_band", return_value=False):
+    with mock.patch("hflow.engines.embedded.cache._band", np.zeros_like):
         yield
 
 

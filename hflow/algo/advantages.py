@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -56,9 +56,163 @@ def group_advantage(
     if std and std_over == "batch":
         centred = centred / (_deviation(exact) + eps)
     elif std:
-        variance = seqs.group_sum(centred.square()) / (count - 1).clamp(min=1)
-        centred = centred / (variance.sqrt() + eps)[seqs.group]
+        centred = centred / (_group_deviation(centred, seqs) + eps)[seqs.group]
     return centred.to(_float_dtype(reward))
+
+
+def best_advantage(reward: Tensor, seqs: Sequences, std: bool = False, eps: float = 1e-4) -> Tensor:
+    """Return the lead of a group's best sample over the second best, and 0 of the others.
+
+    It is leave-one-out for the reward "the best of the group's samples": without the best one, that is the
+    second best's; without another, nothing changes.
+
+    Args:
+        reward: `[S]`.
+        seqs: the layout of the batch.
+        std: divide by the standard deviation of the group.
+        eps: added to the standard deviation.
+
+    Returns:
+        Advantages `[S]`, 0 in groups whose best two are equal, or that have one sample.
+
+    Source: Tang et al. 2025, "Optimizing language models for inference time objectives using reinforcement
+    learning", the leave-one-out baseline for the maximum.
+    """
+    exact = reward.double()
+    best = _group_max(exact, seqs)[seqs.group]
+    position = torch.arange(len(exact), device=exact.device)
+    is_first = position == _group_max(-position.masked_fill(exact < best, len(exact)), seqs).neg()[seqs.group]
+    second = _group_max(exact.masked_fill(is_first, -torch.inf), seqs)[seqs.group]
+    lead = (exact - second).masked_fill(~is_first | (second == -torch.inf), 0)
+    if std:
+        mean = (seqs.group_sum(exact) / seqs.group_count())[seqs.group]
+        lead = lead / (_group_deviation(exact - mean, seqs) + eps)[seqs.group]
+    return lead.to(_float_dtype(reward))
+
+
+def is_best_or_worst(reward: Tensor, seqs: Sequences, best: int, worst: int) -> Tensor:
+    """Return a mask of the samples with the largest and the smallest rewards of each group: PF-PPO's filter.
+
+    A reward model is more often right about these than about the samples between them. Of equal rewards, the
+    first sample counts as better.
+
+    Args:
+        reward: `[S]`.
+        seqs: the layout of the batch.
+        best: number of samples with the largest rewards.
+        worst: number of samples with the smallest rewards.
+
+    Returns:
+        bool `[S]`.
+
+    Source: Shen and Zhang 2024, "Policy filtration in RLHF to fine-tune LLM for code generation", the
+    best-worst filter.
+    """
+    by_reward = reward.argsort(descending=True, stable=True)
+    order = by_reward[seqs.group[by_reward].argsort(stable=True)]
+    count = seqs.group_count()
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(len(order), device=order.device)
+    rank = rank - (count.cumsum(0) - count)[seqs.group]
+    return (rank < best) | (rank >= count[seqs.group] - worst)
+
+
+def mean_normalised_advantage(reward: Tensor, seqs: Sequences) -> Tensor:
+    """Return each reward minus its group's mean, over the mean: MaxRL, `(r_i - mean(r)) / mean(r)`.
+
+    For rewards of 0 and 1 it is the gradient of the log-likelihood of a right answer in the place of that of
+    its probability, so that hard prompts weigh more: of `log p = -sum_k (1 - p)^k / k`, up to the term
+    k = G - 1 in groups of G.
+
+    Args:
+        reward: `[S]`, 0 or more.
+        seqs: the layout of the batch.
+
+    Returns:
+        Advantages `[S]`, 0 in groups whose rewards are all 0.
+
+    Source: Tajwar et al. 2026, "Maximum likelihood reinforcement learning", the estimator with the control
+    variate.
+    """
+    exact = reward.double()
+    mean = (seqs.group_sum(exact) / seqs.group_count())[seqs.group]
+    return ((exact - mean) / mean.masked_fill(mean == 0, 1)).to(_float_dtype(reward))
+
+
+def moving_baseline_advantage(
+    reward: Tensor, keys: Sequence[str], baselines: Mapping[str, float], decay: float
+) -> tuple[Tensor, dict[str, float]]:
+    """Return rewards minus the moving average of their key's rewards, and the new averages.
+
+    For each sample in the order of the batch, `b <- decay b + (1 - decay) r`, from 0, and then `A = r - b`.
+
+    Args:
+        reward: `[S]`.
+        keys: S keys, such as the role of the sample's player in a game.
+        baselines: the average of each key so far.
+        decay: from 0 to less than 1.
+
+    Returns:
+        Advantages `[S]`, and the average of each key.
+
+    Source: Liu et al. 2025, "SPIRAL: self-play on zero-sum games incentivizes reasoning via multi-agent
+    multi-turn reinforcement learning", role-conditioned advantage estimation.
+    """
+    averages, advantages = dict(baselines), []
+    for key, value in zip(keys, reward.tolist(), strict=True):  # waits: once per batch
+        averages[key] = decay * averages.get(key, 0.0) + (1 - decay) * value
+        advantages.append(value - averages[key])
+    return reward.new_tensor(advantages, dtype=_float_dtype(reward)), averages
+
+
+def optimal_token_advantage(reward: Tensor, gradient: Tensor, seqs: Sequences) -> Tensor:
+    """Return rewards minus the baseline of least variance for each position: the optimal token baseline.
+
+    At the t-th learned token, `B_t = sum_i(W_it r_i) / sum_i(W_it)` over the samples of the group that have
+    one, with `W_it` the squared norms of the gradient of the log-probs up to t. `A_it = r_i - B_t`, which is
+    0 where only one sample has a t-th token.
+
+    Args:
+        reward: `[S]`.
+        gradient: `[T]`, the squared norm of each token, such as `logit_gradient`.
+        seqs: the layout of the batch.
+
+    Returns:
+        Advantages `[T]`.
+
+    Source: Li et al. 2026, "The optimal token baseline: variance reduction for long-horizon LLM-RL".
+    """
+    row, column, width = _learned_grid(seqs)
+    norms = gradient.new_zeros((len(seqs), width), dtype=torch.float64)
+    present = torch.zeros_like(norms, dtype=torch.bool).index_put((row, column), torch.ones_like(row).bool())
+    norms = norms.index_put((row, column), gradient[seqs.loss_mask].double())
+    energy = _discounted_sums(norms.flip(1), 1.0).flip(1).masked_fill(~present, 0)
+
+    def group_sums(x: Tensor) -> Tensor:
+        return x.new_zeros(seqs.num_groups, width).index_add(0, seqs.group, x)
+
+    exact = reward.double()[:, None]
+    baseline = group_sums(energy * exact) / group_sums(energy).clamp(min=1e-300)
+    advantages = (exact - baseline[seqs.group])[row, column]
+    return torch.zeros_like(gradient).masked_scatter(seqs.loss_mask, advantages.to(gradient.dtype))
+
+
+def logit_gradient(logprobs: Tensor, topk_logprobs: Tensor) -> Tensor:
+    """Return the squared norm of the gradient of a token's log-prob by the logits, `1 - 2 p + sum_v p_v^2`.
+
+    The sum is over the K likeliest tokens, which leaves out less than the K-th probability times that of all
+    tokens behind it.
+
+    Args:
+        logprobs: `[T]`, of the tokens.
+        topk_logprobs: `[T, K]`, of the likeliest tokens, the likeliest first.
+
+    Returns:
+        `[T]`.
+
+    Source: Li et al. 2026, "The optimal token baseline", the logit-gradient proxy.
+    """
+    return 1 - 2 * logprobs.exp() + (2 * topk_logprobs).exp().sum(-1)
 
 
 def length_weighted_advantage(reward: Tensor, seqs: Sequences) -> Tensor:
@@ -371,6 +525,16 @@ def _float_dtype(*inputs: Tensor) -> torch.dtype:
 def _deviation(x: Tensor) -> Tensor:
     """Return the unbiased standard deviation of all entries; 0 of a single one."""
     return x.std() if len(x) > 1 else x.new_zeros(())
+
+
+def _group_deviation(centred: Tensor, seqs: Sequences) -> Tensor:
+    """Return the unbiased standard deviation `[P]` of each group, from its centred values `[S]`."""
+    return (seqs.group_sum(centred.square()) / (seqs.group_count() - 1).clamp(min=1)).sqrt()
+
+
+def _group_max(x: Tensor, seqs: Sequences) -> Tensor:
+    """Return the largest value `[P]` of each group."""
+    return x.new_zeros(seqs.num_groups).scatter_reduce(0, seqs.group, x, "amax", include_self=False)
 
 
 def _learned_grid(seqs: Sequences) -> tuple[Tensor, Tensor, int]:

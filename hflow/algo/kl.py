@@ -10,6 +10,8 @@ Source: John Schulman 2020, "Approximating KL divergence", for k1, k2 and k3.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -68,27 +70,38 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
     return values.detach() + with_gradient - with_gradient.detach()
 
 
-def topk_forward_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return KL(ref || p) over K tokens of the vocabulary and one event for all others.
+def topk_divergence(logprobs: Tensor, ref_logprobs: Tensor, beta: float = 0.0) -> Tensor:
+    """Return a divergence of p from ref over K tokens of the vocabulary and one event for all others.
 
-    `sum_k q_k log(q_k / p_k) + (1 - Q) log((1 - Q) / (1 - P))` with q the probabilities of ref and Q and P
-    the sums over the K tokens. It is a lower bound of the KL over the vocabulary, exact if K is all of it,
-    and 0 only if all K probabilities agree. It needs no sample of any policy.
+    With q and p the K + 1 probabilities of ref and p, it is KL(q || p) for beta 0, KL(p || q) for beta 1, and
+    between them the generalised Jensen-Shannon divergence `beta KL(q || m) + (1 - beta) KL(p || m)` with
+    `m = beta q + (1 - beta) p`. It is a lower bound of the divergence over the vocabulary, exact if K is all
+    of it, and 0 only if all K probabilities agree. It needs no sample of any policy.
 
     Args:
         logprobs: `[..., K]`, log-probs under p, with gradient.
         ref_logprobs: `[..., K]`, log-probs of the same tokens under ref, such as a teacher's K likeliest.
+        beta: from 0 to 1. The Jensen-Shannon divergence goes to 0 at both ends; divided by beta, or by
+            1 - beta, it goes to the KL there.
 
     Returns:
         Nats `[...]`.
 
     Source: Hinton et al. 2015, "Distilling the knowledge in a neural network", on the K likeliest tokens;
-    Agarwal et al. 2023, "On-policy distillation of language models", for the choice of the divergence.
+    Agarwal et al. 2023, "On-policy distillation of language models", equation 1, for the divergences.
     """
-    q = ref_logprobs.exp()
-    named = (q * (ref_logprobs - logprobs)).sum(-1)
-    rest_q, rest_p = (_log_rest(x) for x in (ref_logprobs, logprobs))
-    return named + rest_q.exp() * (rest_q - rest_p)
+    p, q = (torch.cat([x, _log_rest(x)[..., None]], -1) for x in (logprobs, ref_logprobs))
+    if beta == 0:
+        return _kl(q, p)
+    if beta == 1:
+        return _kl(p, q)
+    mixture = torch.logaddexp(q + math.log(beta), p + math.log1p(-beta))
+    return beta * _kl(q, mixture) + (1 - beta) * _kl(p, mixture)
+
+
+def _kl(logprobs: Tensor, other: Tensor) -> Tensor:
+    """Return KL(p || other) of distributions over the last axis."""
+    return (logprobs.exp() * (logprobs - other)).sum(-1)
 
 
 def _log_rest(logprobs: Tensor) -> Tensor:
@@ -112,6 +125,23 @@ def adapted_kl_weight(weight: float, kl: float, target: float, gain: float) -> f
     """
     error = min(max((kl - target) / target, -_MAX_ERROR), _MAX_ERROR)
     return weight * (1 + gain * error)
+
+
+def adapted_entropy_weight(
+    weight: float, entropy: float, target: float, change: float, upper: float
+) -> float:
+    """Return the weight of the entropy for the next step: larger by `change` if it is at its target or below.
+
+    Args:
+        weight: the weight of this step.
+        entropy: the mean entropy of a token, in nats.
+        target: the entropy to keep.
+        change: the change of the weight. Above the target it becomes smaller by as much, and at least 0.
+        upper: the largest weight.
+
+    Source: He et al. 2025, "Skywork open reasoner 1 technical report", adaptive entropy control.
+    """
+    return min(max(weight + (change if entropy <= target else -change), 0.0), upper)
 
 
 def entropy(logits: Tensor) -> Tensor:

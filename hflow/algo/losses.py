@@ -16,12 +16,13 @@ functions take a whole minibatch. Shapes: T packed tokens.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from hflow.algo.off_policy import limit_weights
+from hflow.algo.off_policy import binary_divergence, limit_weights
 from hflow.algo.ratios import bounded, policy_ratio
 from hflow.types import Sequences
 
@@ -124,26 +125,14 @@ def sapo_surrogate(
     return -4 / tau * torch.sigmoid(tau * (policy_ratio(theta, prox) - 1)) * advantages
 
 
-def binary_divergence(theta: Tensor, behav: Tensor, kind: Literal["tv", "kl"]) -> Tensor:
-    """Return the divergence of theta from behav on the event "this token": total variation or KL.
-
-    `tv` is `|p_behav - p_theta|`, and `kl` is `p_behav log(p_behav / p_theta) + (1 - p_behav)
-    log((1 - p_behav) / (1 - p_theta))`, both of single tokens and without gradient. They are lower bounds of
-    the divergences over the whole vocabulary.
-
-    Source: Qi et al. 2026, "Rethinking the trust region in LLM reinforcement learning", the binary
-    approximation.
-    """
-    p, q = behav.double().exp(), theta.detach().double().exp()
-    if kind == "tv":
-        return (p - q).abs().to(theta.dtype)
-    tiny = torch.finfo(torch.float64).eps
-    other = (1 - p) * (torch.log((1 - p).clamp(min=tiny)) - torch.log((1 - q).clamp(min=tiny)))
-    return (p * (behav.double() - theta.detach().double()) + other).to(theta.dtype)
-
-
 def is_diverged(
-    theta: Tensor, behav: Tensor, advantages: Tensor, max_divergence: float, kind: Literal["tv", "kl"]
+    theta: Tensor,
+    behav: Tensor,
+    advantages: Tensor,
+    max_divergence: float,
+    kind: Literal["tv", "kl"],
+    *,
+    symmetric: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return a mask of the tokens that DPPO drops: they diverged, and their gradient would take them further.
 
@@ -153,12 +142,15 @@ def is_diverged(
         advantages: advantages of the same shape.
         max_divergence: largest divergence of a token that is trained in any direction.
         kind: see `binary_divergence`.
+        symmetric: drop all that diverged, also where the gradient would bring them back.
 
     Returns:
         Two bool tensors: too unlikely already (A < 0), and too likely already (A > 0).
     """
     far = binary_divergence(theta, behav, kind) > max_divergence
     gap = (theta - behav).detach()
+    if symmetric:
+        return far & (gap < 0), far & (gap > 0)
     return far & (gap < 0) & (advantages < 0), far & (gap > 0) & (advantages > 0)
 
 
@@ -169,6 +161,8 @@ def dppo_surrogate(
     advantages: Tensor,
     max_divergence: float,
     kind: Literal["tv", "kl"] = "tv",
+    *,
+    symmetric: bool = False,
 ) -> Tensor:
     """Return the loss of DPPO: `-ratio A`, and 0 for tokens outside the trust region (`is_diverged`).
 
@@ -181,10 +175,11 @@ def dppo_surrogate(
         advantages: positive if the token should become more likely.
         max_divergence: the size of the region.
         kind: `tv` or `kl`, see `binary_divergence`.
+        symmetric: see `is_diverged`.
 
     Source: Qi et al. 2026, "Rethinking the trust region in LLM reinforcement learning", DPPO.
     """
-    low, high = is_diverged(theta, behav, advantages, max_divergence, kind)
+    low, high = is_diverged(theta, behav, advantages, max_divergence, kind, symmetric=symmetric)
     return reinforce_surrogate(theta, prox, advantages).masked_fill(low | high, 0)
 
 
@@ -197,6 +192,60 @@ def reinforce_surrogate(theta: Tensor, prox: Tensor, advantages: Tensor) -> Tens
     learning"; the weight as in Schulman et al. 2017, equation 6.
     """
     return -policy_ratio(theta, prox) * advantages
+
+
+def vespo_surrogate(
+    theta: Tensor,
+    behav: Tensor,
+    advantages: Tensor,
+    seqs: Sequences,
+    k_positive: float = 2.0,
+    lambda_positive: float = 3.0,
+    k_negative: float = 3.0,
+    lambda_negative: float = 2.0,
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of VESPO, `-sg(phi(W)) A theta`, and `phi(W) = W^k exp(lambda (1 - W))`, both `[T]`.
+
+    W is the ratio of the whole sequence, theta / behav, without a mean over its length. The kernel phi is 1
+    at W = 1, largest at `W = k / lambda`, and goes to 0 on both sides.
+
+    Args:
+        theta: `[T]`, log-probs with gradient.
+        behav: `[T]`, log-probs of the policy that generated the tokens.
+        advantages: `[T]`, positive if the token should become more likely.
+        seqs: the layout of the batch.
+        k_positive: k where A > 0.
+        lambda_positive: lambda where A > 0.
+        k_negative: k elsewhere.
+        lambda_negative: lambda elsewhere.
+
+    Source: Shen et al. 2026, "VESPO: variational sequence-level soft policy optimization for stable
+    off-policy LLM training", section 3.4.
+    """
+    log_ratio = seqs.widen(bounded(seqs.sum(theta - behav))).detach()
+    k = torch.where(advantages > 0, k_positive, k_negative)
+    decay = torch.where(advantages > 0, lambda_positive, lambda_negative)
+    phi = (k * log_ratio + decay * (1 - log_ratio.exp())).exp()
+    return -phi * advantages * theta, phi
+
+
+def is_off_policy(drift: Tensor, advantages: Tensor, limit: float) -> Tensor:
+    """Return a mask of what off-policy sequence masking leaves out: A < 0, of a sequence that drifted.
+
+    A bad answer that the policy would not give any more has little to teach, and pushes far.
+
+    Args:
+        drift: the mean of `log(behav / theta)` over the tokens of each sequence `[S]`, or of each token's
+            sequence `[T]`.
+        advantages: advantages of the same shape.
+        limit: the largest drift of a sequence that is trained, in nats: delta of the paper.
+
+    Returns:
+        bool, of the same shape.
+
+    Source: DeepSeek-AI 2025, "DeepSeek-V3.2", off-policy sequence masking.
+    """
+    return (advantages < 0) & (drift > limit)
 
 
 def dro_loss(theta: Tensor, prox: Tensor, advantages: Tensor, beta: float) -> Tensor:
@@ -322,6 +371,21 @@ def cross_entropy(logprobs: Tensor) -> Tensor:
     return -logprobs
 
 
+def dft_loss(logprobs: Tensor) -> Tensor:
+    """Return the loss of dynamic fine-tuning, `-sg(p) log p`: the cross entropy, weighed by the probability.
+
+    The gradient of the cross entropy is that of a reward of `1 / p`, which unlikely tokens dominate. The
+    weight without gradient (sg) makes it that of a constant reward.
+
+    Args:
+        logprobs: log-probs with gradient.
+
+    Source: Wu et al. 2025, "On the generalization of SFT: a reinforcement learning perspective with reward
+    rectification", the loss of tokens.
+    """
+    return -logprobs.detach().exp() * logprobs
+
+
 def clipped_value_loss(
     values: Tensor, old_values: Tensor, targets: Tensor, clip: float | None, huber_delta: float | None = None
 ) -> Tensor:
@@ -386,6 +450,120 @@ def ipo_loss(log_ratio_gap: Tensor, beta: float) -> Tensor:
     equation 17.
     """
     return (log_ratio_gap - 1 / (2 * beta)).square()
+
+
+def hinge_loss(margin: Tensor) -> Tensor:
+    """Return `max(0, 1 - margin)`, which stops where the margin is 1.
+
+    Source: Zhao et al. 2023, "SLiC-HF", the calibration loss; on log-ratios to a reference as in Liu et al.
+    2023, "Statistical rejection sampling improves preference optimization".
+    """
+    return (1 - margin).relu()
+
+
+def robust_loss(margin: Tensor, label_smoothing: float) -> Tensor:
+    """Return the unbiased estimate of `pairwise_loss` under labels of which a share is wrong: robust DPO.
+
+    `-((1 - s) log sigmoid(margin) - s log sigmoid(-margin)) / (1 - 2 s)`. Its mean over labels that are wrong
+    with probability s is the loss under right ones.
+
+    Args:
+        margin: the margin of the answer that is labelled as chosen.
+        label_smoothing: the probability s that a label is wrong, below 0.5.
+
+    Source: Chowdhury et al. 2024, "Provably robust DPO: aligning language models with noisy feedback", the
+    loss of rDPO.
+    """
+    right, wrong = pairwise_loss(margin), pairwise_loss(-margin)
+    return ((1 - label_smoothing) * right - label_smoothing * wrong) / (1 - 2 * label_smoothing)
+
+
+def exo_loss(margin: Tensor, label_smoothing: float) -> Tensor:
+    """Return the reverse KL from the policy's preference to the labels': EXO on pairs.
+
+    `q log(q / (1 - s)) + (1 - q) log((1 - q) / s)` with `q = sigmoid(margin)`. DPO is the forward KL.
+
+    Args:
+        margin: the margin of the chosen answer over the rejected one.
+        label_smoothing: the probability s that a label is wrong, more than 0.
+
+    Source: Ji et al. 2024, "Towards efficient exact optimization of language model alignment", equation 16.
+    """
+    log_q, log_rest = (torch.nn.functional.logsigmoid(x) for x in (margin, -margin))
+    kl_right = log_q.exp() * (log_q - math.log1p(-label_smoothing))
+    return kl_right + log_rest.exp() * (log_rest - math.log(label_smoothing))
+
+
+def nca_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """Return the loss of noise contrastive alignment on pairs, which also keeps the chosen answer likely.
+
+    `-log sigmoid(c) - (log sigmoid(-c) + log sigmoid(-r)) / 2`.
+
+    Args:
+        chosen: c, beta times the log-ratio to the reference of the chosen answer.
+        rejected: r, the same of the rejected answer.
+
+    Source: Chen et al. 2024, "Noise contrastive alignment of language models with explicit rewards", the loss
+    NCA for K = 2 preferences.
+    """
+    return pairwise_loss(chosen) + (pairwise_loss(-chosen) + pairwise_loss(-rejected)) / 2
+
+
+def apo_loss(chosen: Tensor, rejected: Tensor, kind: Literal["zero", "down"]) -> Tensor:
+    """Return a loss of anchored preference optimization, which says in which direction each answer moves.
+
+    Args:
+        chosen: c, beta times the log-ratio to the reference of the chosen answer.
+        rejected: r, the same of the rejected answer.
+        kind: `zero`: `sigmoid(r) - sigmoid(c)`, the chosen answer becomes likelier, for one that is better
+            than the policy's own. `down`: `sigmoid(c) - sigmoid(c - r)`, both become less likely, the
+            rejected one more so, for a policy that is better than both.
+
+    Source: D'Oosterlinck et al. 2024, "Anchored preference optimization and contrastive revisions", equations
+    7 and 8.
+    """
+    if kind == "zero":
+        return rejected.sigmoid() - chosen.sigmoid()
+    return chosen.sigmoid() - (chosen - rejected).sigmoid()
+
+
+def kto_loss(log_ratio: Tensor, reference_point: Tensor, desirable: Tensor, beta: float) -> Tensor:
+    """Return the loss of KTO on single answers that are labelled as good or bad.
+
+    `1 - sigmoid(beta (h - z))` for good answers, and `1 - sigmoid(beta (z - h))` for bad ones.
+
+    Args:
+        log_ratio: h, the log-ratio to the reference of the answer.
+        reference_point: z, the KL of the policy from the reference, 0 or more, without gradient.
+        desirable: True for good answers.
+        beta: weight of the KL to the reference that the loss implies.
+
+    Source: Ethayarajh et al. 2024, "KTO: model alignment as prospect theoretic optimization", equation 8,
+    without the weights of good and bad answers.
+    """
+    gain = beta * (log_ratio - reference_point)
+    return 1 - torch.where(desirable, gain, -gain).sigmoid()
+
+
+def orpo_loss(chosen: Tensor, rejected: Tensor, odds_coef: float) -> Tensor:
+    """Return the loss of ORPO: `-log p(chosen) - odds_coef log sigmoid(log(odds(chosen) / odds(rejected)))`.
+
+    p is the geometric mean of an answer's token probabilities, and `odds = p / (1 - p)`.
+
+    Args:
+        chosen: the mean log-prob of the chosen answer's tokens.
+        rejected: the mean log-prob of the rejected answer's tokens.
+        odds_coef: lambda of the paper.
+
+    Source: Hong et al. 2024, "ORPO: monolithic preference optimization without reference model", equations 6
+    and 7.
+    """
+    return -chosen + odds_coef * pairwise_loss(_log_odds(chosen) - _log_odds(rejected))
+
+
+def _log_odds(logprobs: Tensor) -> Tensor:
+    """Return `log(p / (1 - p))`, of a p that is at least a rounding error below 1."""
+    return logprobs - (-torch.expm1(logprobs.clamp(max=-torch.finfo(logprobs.dtype).eps))).log()
 
 
 def token_covariance(logprobs: Tensor, advantages: Tensor, seqs: Sequences) -> Tensor:

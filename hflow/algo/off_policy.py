@@ -17,7 +17,7 @@ from hflow.algo.ratios import bounded
 from hflow.types import Sequences
 
 WeightLevel = Literal["token", "sequence", "geometric"]
-Statistic = Literal["k1", "k2", "k3"]
+Statistic = Literal["k1", "k2", "k3", "binary_kl", "tv"]
 Extent = Literal["token", "sequence-sum", "sequence-mean", "sequence-max"]
 
 
@@ -82,6 +82,24 @@ def effective_sample_size(weights: Tensor) -> Tensor:
     return torch.where(square > 0, exact.sum().square() / square.clamp(min=1e-300), 0.0)
 
 
+def binary_divergence(theta: Tensor, behav: Tensor, kind: Literal["tv", "kl"]) -> Tensor:
+    """Return the divergence of theta from behav on the event "this token": total variation or KL.
+
+    `tv` is `|p_behav - p_theta|`, and `kl` is `p_behav log(p_behav / p_theta) + (1 - p_behav)
+    log((1 - p_behav) / (1 - p_theta))`, both of single tokens and without gradient. They are lower bounds of
+    the divergences over the whole vocabulary.
+
+    Source: Qi et al. 2026, "Rethinking the trust region in LLM reinforcement learning", the binary
+    approximation.
+    """
+    p, q = behav.double().exp(), theta.detach().double().exp()
+    if kind == "tv":
+        return (p - q).abs().to(theta.dtype)
+    tiny = torch.finfo(torch.float64).eps
+    other = (1 - p) * (torch.log((1 - p).clamp(min=tiny)) - torch.log((1 - q).clamp(min=tiny)))
+    return (p * (behav.double() - theta.detach().double()) + other).to(theta.dtype)
+
+
 def divergence_of(
     prox: Tensor, behav: Tensor, seqs: Sequences, statistic: Statistic, extent: Extent
 ) -> Tensor:
@@ -91,9 +109,9 @@ def divergence_of(
         prox: `[T]`.
         behav: `[T]`, log-probs of the policy that drew the tokens.
         seqs: the layout of the batch.
-        statistic: `k1` is the log-ratio `prox - behav`, negative or positive; `k2` and `k3` are never
-            negative (`algo.kl_k2`, and `algo.kl_k3` without its cap: one token that is far off must count as
-            far off). In nats.
+        statistic: in nats, `k1` is the log-ratio `prox - behav`, negative or positive. The others are never
+            negative: `k2` and `k3` (`algo.kl_k2`, and `algo.kl_k3` without its cap: one token that is far off
+            must count as far off), `binary_kl` in nats and `tv` from 0 to 1 (`algo.binary_divergence`).
         extent: the token itself, or the sum, mean or largest value over its sequence.
 
     Returns:
@@ -101,6 +119,8 @@ def divergence_of(
     """
     if statistic == "k1":
         values = prox - behav
+    elif statistic in ("binary_kl", "tv"):
+        values = binary_divergence(prox, behav, "tv" if statistic == "tv" else "kl")
     else:
         values = kl_k2(behav, prox) if statistic == "k2" else kl_k3(behav, prox, cap=None)
     values = values.masked_fill(~seqs.loss_mask, 0)

@@ -135,8 +135,8 @@ class GenConfig:
     128 x 128 with a scale each. Embeddings, output matrix, norms, biases and routers keep the model's dtype.
     Null: the engine computes in the model's dtype."""
     cache_gib: StrictFloat | None = Field(default=None, gt=0)
-    """KV cache of each rank of a vLLM engine, in GiB; null: what the load needs, as far as the memory of the
-    device allows."""
+    """KV cache of each rank of an engine, in GiB; null: what the load needs, as far as the memory of the
+    device allows. On a CPU the embedded engine has a slot for each of `max_running` sequences instead."""
 
 
 @dataclass(frozen=True, config=CHECKED)
@@ -146,16 +146,23 @@ class LoraConfig:
     r: Int = Field(default=16, ge=1)
     """Rank of the adapters."""
     alpha: WholeOrFraction = Field(default=32, gt=0)
-    """The adapters' output is scaled by alpha / r."""
+    """The adapters' output is scaled by alpha / r, or by alpha / sqrt(r) with `rslora`."""
+    rslora: StrictBool = False
+    """Scale by alpha / sqrt(r), so that the size of updates does not depend on r (Kalajdzievski 2023)."""
     targets: Names = (ALL_LINEAR,)
     """Modules that get adapters, such as `[q_proj,v_proj]`; `all-linear`: all matrices of decoder layers."""
     save_merged: StrictBool = False
     """Save also the merged model, as Hugging Face files in `merged/` beside the adapter."""
 
     @property
+    def chosen(self) -> Names | None:
+        """The modules that get adapters; None: all that can."""
+        return None if self.targets == (ALL_LINEAR,) else self.targets
+
+    @property
     def scale(self) -> float:
         """The factor of the adapters' output."""
-        return self.alpha / self.r
+        return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
 
 
 @dataclass(frozen=True, config=CHECKED)
@@ -236,6 +243,11 @@ class ModelConfig:
     """What computes the layers of a megatron model: functions of torch, or modules of Transformer Engine,
     which fuse norms, activations and the products of experts. `auto`: Transformer Engine on CUDA where it is
     installed, for models in bf16; the plan gives the reason."""
+    fp8: Literal["tensorwise", "blockwise", "mxfp8"] | None = None
+    """Multiply the matrices of a megatron model's layers in FP8, forward and backward, by Transformer Engine.
+    Weights, gradients and the optimizer's state stay as without it. `tensorwise`: a scale for each tensor, on
+    Ada, Hopper and Blackwell; `blockwise`: one for 128 values, on Hopper with CUDA 12.9; `mxfp8`: one for 32
+    values, on data center Blackwell. Null: multiply in `dtype`."""
     sequence_parallel: StrictBool | None = None
     """Use megatron's sequence parallelism; null: on CUDA, where it saves memory at no cost."""
     lora: LoraConfig | None = None

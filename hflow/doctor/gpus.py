@@ -21,7 +21,15 @@ from hflow.doctor.finding import Finding
 from hflow.planner.models.descriptors import training_backend
 from hflow.planner.plan.hardware import GIB
 from hflow.planner.plan.traits import BACKENDS
-from hflow.types.kernels import TE_PACKAGE, flash_attn_version, installed_transformer_engine
+from hflow.types.kernels import (
+    FLASH_ATTN_3_INSTALL,
+    HOPPER,
+    TE_PACKAGE,
+    AttentionKernel,
+    Fp8Recipe,
+    flash_versions,
+    installed_transformer_engine,
+)
 from hflow.workers.process_setup import socket_cores
 from hflow.workers.real_devices import (
     BF16_CAPABILITY,
@@ -29,7 +37,7 @@ from hflow.workers.real_devices import (
     capability_of,
     cuda_problem,
     expandable_segments,
-    flash_attn_problem,
+    flash_problems,
 )
 
 if TYPE_CHECKING:
@@ -43,12 +51,15 @@ MAX_ATTENTION_ERROR = {"fp32": 1e-4, "bf16": 0.03}
 MAX_LAYER_ERROR = (0.04, 0.1)
 """Largest difference of logits, and of gradients, between layers of Transformer Engine and of torch in bf16,
 relative to the largest value of each tensor. torch's on a CPU are up to 0.011 and 0.04 from fp32."""
+MAX_FP8_ERROR = (0.12, 0.35)
+"""The same with products in FP8. Computed by torch, recipes are up to 0.1 and 0.28 from bf16, and with a norm
+that is 5 % wrong at least 0.13 and 0.39."""
 MIN_SHARED_GIB = 8
 """Shared memory that Ray's object store and NCCL need at least."""
 
 Result = TypeVar("Result")
 
-_ATTENTION_FIX = "install the builds of torch and flash-attn that the README names, or uninstall flash-attn"
+_ATTENTION_FIX = "install the builds of torch and flash-attn that the README names, or uninstall the latter"
 _LAYER_FIX = "set models.NAME.kernels=torch, and report it with the versions of torch, CUDA and the package"
 _FAILURES = (BackendError, RuntimeError, AssertionError, AttributeError, ImportError, TypeError, ValueError)
 """What a package may raise that was built for others, or that has other interfaces."""
@@ -173,26 +184,41 @@ def check_attention(device: str) -> Iterator[Finding]:
 
 
 def check_layers(device: str) -> Iterator[Finding]:
-    """Compare layers of Transformer Engine, where it is installed, forward and backward, with torch's."""
+    """Compare layers of Transformer Engine, where it is installed, forward and backward, with torch's.
+
+    In FP8 too, with the recipes that the device computes.
+    """
     installed = installed_transformer_engine()
     if installed is None or installed.mismatch or find_spec("megatron") is None:
         return
+    from hflow.doctor.layer_check import fp8_recipes
+
+    plain = list(_layer_findings(device, installed.version, None))
+    yield from plain
+    if all(finding.ok for finding in plain):
+        for recipe in fp8_recipes(device):
+            yield from _layer_findings(device, installed.version, recipe)
+
+
+def _layer_findings(device: str, version: str, recipe: Fp8Recipe | None) -> Iterator[Finding]:
     from hflow.doctor.layer_check import DENSE, EXPERTS, layer_error
 
-    for name, architecture in (("layers", DENSE), ("experts", EXPERTS)):
+    kind, limit, fix = "", MAX_LAYER_ERROR, _LAYER_FIX
+    if recipe is not None:
+        kind, limit, fix = f" fp8={recipe}", MAX_FP8_ERROR, _LAYER_FIX.replace("kernels=torch", "fp8=null")
+    for name, architecture in ((f"layers{kind}", DENSE), (f"experts{kind}", EXPERTS)):
         try:
-            error = layer_error(device, "bf16", architecture)
+            error = layer_error(device, "bf16", architecture, recipe)
         except _FAILURES as problem:
             line = (str(problem) or type(problem).__name__).splitlines()[0]
-            yield Finding("kernel", name, False, f"{TE_PACKAGE} {installed.version}: {line}", _LAYER_FIX)
+            yield Finding("kernel", name, False, f"{TE_PACKAGE} {version}: {line}", fix)
             continue
-        is_right = all(map(le, error, MAX_LAYER_ERROR))
+        is_right = all(map(le, error, limit))
         detail = (
-            f"{TE_PACKAGE} {installed.version}: logits and gradients differ from torch's layers by "
-            f"{error.output:.1g} and {error.gradient:.1g}, at most {MAX_LAYER_ERROR[0]:g} and "
-            f"{MAX_LAYER_ERROR[1]:g} are expected"
+            f"{TE_PACKAGE} {version}: logits and gradients differ from torch's layers by "
+            f"{error.output:.1g} and {error.gradient:.1g}, at most {limit[0]:g} and {limit[1]:g} are expected"
         )
-        yield Finding("kernel", name, is_right, detail, _LAYER_FIX)
+        yield Finding("kernel", name, is_right, detail, fix)
 
 
 def check_shared_memory(num_bytes: int) -> Finding:
@@ -230,7 +256,7 @@ def _check_torch(gpus: Sequence[Gpu]) -> Finding:
 
 
 def _check_kernels(wanted: int) -> Iterator[Finding]:
-    """Check that torch and flash-attn have kernels for the first GPUs."""
+    """Check that torch and packages with attention kernels can compute on the first GPUs."""
     import torch
 
     if cuda_problem():
@@ -238,11 +264,21 @@ def _check_kernels(wanted: int) -> Iterator[Finding]:
     for index in range(min(wanted, torch.cuda.device_count())):
         device = torch.cuda.get_device_properties(index)
         yield check_capability(index, device.name, capability_of(device))
-    if flash_attn_version() is not None:
-        fix = "install a build of flash-attn for this torch, or uninstall it"
-        problem = flash_attn_problem()
-        detail = problem or f"flash-attn {flash_attn_version()} can be imported"
-        yield Finding("gpu", "flash-attn", not problem, detail, fix)
+    yield from check_flash_packages(torch.cuda.get_device_capability(0))
+
+
+def check_flash_packages(capability: tuple[int, int]) -> Iterator[Finding]:
+    """Check that packages with attention kernels can be imported, and name the one that Hopper GPUs lack."""
+    problems = flash_problems()
+    for kernel, version in flash_versions().items():
+        detail = problems.get(kernel, f"{kernel} {version} can be imported")
+        fix = f"install a build of {kernel} for this torch, or uninstall it"
+        yield Finding("gpu", kernel, kernel not in problems, detail, fix)
+    if capability == HOPPER and AttentionKernel.FLASH_ATTN_3 not in flash_versions():
+        detail = "not installed; attention uses kernels that were made for older GPUs"
+        yield Finding(
+            "gpu", AttentionKernel.FLASH_ATTN_3, False, detail, FLASH_ATTN_3_INSTALL, required=False
+        )
 
 
 def check_capability(index: int, name: str, capability: tuple[int, int]) -> Finding:

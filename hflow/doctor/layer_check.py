@@ -17,6 +17,7 @@ from hflow.models.settings import ModelSettings, RankPosition
 from hflow.training.loop.inputs import pack_tokens
 from hflow.training.megatron.device import prepare
 from hflow.types import Unit
+from hflow.types.kernels import Fp8Recipe
 from hflow.types.routed_experts import ROUTED_EXPERTS
 from hflow.types.tensor_slices import Block, box_slices
 
@@ -59,7 +60,12 @@ class LayerError(NamedTuple):
     """The difference of the weight whose gradients differ most."""
 
 
-def layer_error(device: str, dtype: Literal["fp32", "bf16"], architecture: Mapping[str, Any]) -> LayerError:
+def layer_error(
+    device: str,
+    dtype: Literal["fp32", "bf16"],
+    architecture: Mapping[str, Any],
+    fp8: Fp8Recipe | None = None,
+) -> LayerError:
     """Compute a tiny model with random weights by both kernels.
 
     Its experts are given, as two that are nearly equal could be chosen differently.
@@ -68,6 +74,7 @@ def layer_error(device: str, dtype: Literal["fp32", "bf16"], architecture: Mappi
         device: `cuda`, the current one.
         dtype: the dtype of the forward pass.
         architecture: `DENSE` or `EXPERTS`.
+        fp8: the recipe of Transformer Engine's products; None: they are in the dtype.
 
     Raises:
         BackendError: if Transformer Engine or megatron cannot be imported.
@@ -77,11 +84,24 @@ def layer_error(device: str, dtype: Literal["fp32", "bf16"], architecture: Mappi
     settings = ModelSettings(
         name="model", trainable=True, architecture=dict(architecture), device=device, dtype=dtype
     )
+    of_te: dict[str, Any] = {"kernels": "transformer_engine", "fp8": fp8}
     (logits, gradients), (wanted, wanted_gradients) = (
-        _results(chosen) for chosen in (replace(settings, kernels="transformer_engine"), settings)
+        _results(chosen) for chosen in (replace(settings, **of_te), settings)
     )
     errors = [_error(gradients[name], exact) for name, exact in wanted_gradients.items()]
     return LayerError(_error(logits, wanted), max(errors))
+
+
+def fp8_recipes(device: str) -> list[Fp8Recipe]:
+    """Return the recipes that Transformer Engine computes on a device.
+
+    Raises:
+        BackendError: if Transformer Engine or megatron cannot be imported.
+    """
+    prepare(device)
+    from hflow.training.megatron.te_layers import recipe_problem
+
+    return [recipe for recipe in Fp8Recipe if not recipe_problem(recipe)]
 
 
 def _results(settings: ModelSettings) -> tuple[Tensor, dict[str, Tensor]]:
@@ -111,7 +131,8 @@ def _results(settings: ModelSettings) -> tuple[Tensor, dict[str, Tensor]]:
         return (logits * torch.randn(logits.shape, generator=generator).to(logits.device)).sum()
 
     schedule = PipelineSchedule(stage, module, offload_activations=False, finish_gather=lambda: None)
-    schedule.backward([StageTokens(tokens, None, tokens.replayed)], loss)
+    replayed = None if tokens.replayed is None else stage.replayed_here(tokens.replayed, None)
+    schedule.backward([StageTokens(tokens, None, replayed)], loss)
     sums = {name: weight.main_grad for name, weight in stage.module.named_parameters()}
     gradients = {name: x.double().cpu() for name, x in named_weights(stage, torch.float32, sums)}
     return found[0].double().cpu(), gradients

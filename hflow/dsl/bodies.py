@@ -68,6 +68,7 @@ _NODE_OF_LOSS = {
     "dppo-tv": "dppo_train",
     "dppo-kl": "dppo_train with divergence=kl",
     "reinforce": "reinforce_train",
+    "vespo": "vespo_train",
     "dro": "dro_train",
 }
 

@@ -31,7 +31,8 @@ class EngineSetup:
     settings: ModelSettings
     options: Mapping[str, Any] = field(default_factory=dict)
     """`models.NAME.gen`: `max_running` and `max_model_len`. An engine that quantises weights has also
-    `quantization`; with a plan, one whose cache does not grow, `cache_bytes`, those of each rank's cache."""
+    `quantization`; one that merges adapters, `merges_adapters`; with a plan, one whose cache does not grow,
+    `cache_bytes`, those of each rank's cache."""
     tokenizer: TextTokenizer | None = None
     """Decodes tokens to find stop strings; None: requests have none."""
     module: nn.Module | None = None

@@ -7,7 +7,7 @@ as the module, `model.layers.0.self_attn.q_proj.lora_A.weight`, without peft's o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from hflow.base.errors import BackendError, nearest
 from hflow.config.schema import ALL_LINEAR
+from hflow.models.heads import head_prefix, save_head
 from hflow.models.hf_config import family_of
 from hflow.models.hub import hub_model
 from hflow.models.settings import ModelSettings
@@ -113,17 +114,39 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def save_adapter(
-    directory: Path, model: PreTrainedModel, settings: ModelSettings, weights: dict[str, Tensor]
-) -> None:
-    """Write adapter weights in peft's layout, so that `PeftModel.from_pretrained` and vLLM load them."""
+def saved_peft_config(model: PreTrainedModel, settings: ModelSettings) -> PeftConfig:
+    """Return peft's configuration of a model's saved adapters."""
     config = _peft_config(model, settings)
     config.inference_mode = True
+    config.target_modules = sorted(config.target_modules)  # a set, whose order would differ in every process
     if settings.head == "score":  # among the weights, as peft saves what it trains besides adapters
         config.task_type, config.modules_to_save = "SEQ_CLS", ["score"]
+    return config
+
+
+def write_adapter(
+    directory: Path, config: PeftConfig, head: str, weights: Mapping[str, Tensor]
+) -> list[Path]:
+    """Write trained weights in peft's layout, so that `PeftModel.from_pretrained` and vLLM load them.
+
+    A value head has a file of its own. Returns the paths.
+
+    Args:
+        directory: made if necessary.
+        config: what `saved_peft_config` returned.
+        head: the kind of the model's head.
+        weights: adapters and a scalar head's weights by name, whole.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    weights = dict(weights)
+    if head == "value":
+        prefix = head_prefix(head)
+        names = [name for name in weights if name.startswith(prefix)]
+        save_head(directory, {name.removeprefix(prefix): weights.pop(name) for name in names})
     config.save_pretrained(str(directory))
     named = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in weights.items()}
     save_file(named, directory / ADAPTER_FILE, metadata={"format": "pt"})
+    return [path for path in directory.iterdir() if path.is_file()]
 
 
 def _peft_config(model: PreTrainedModel, settings: ModelSettings) -> PeftConfig:
@@ -132,7 +155,7 @@ def _peft_config(model: PreTrainedModel, settings: ModelSettings) -> PeftConfig:
     lora = settings.lora
     assert lora is not None, "the model has no adapters"
     targets = _targets(model)
-    wanted = sorted(targets) if lora.targets == (ALL_LINEAR,) else list(lora.targets)
+    wanted = sorted(targets) if lora.chosen is None else list(lora.chosen)
     for name in wanted:
         if name not in targets:
             raise BackendError(
@@ -143,6 +166,7 @@ def _peft_config(model: PreTrainedModel, settings: ModelSettings) -> PeftConfig:
     return LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
+        use_rslora=lora.rslora,
         target_modules=wanted,
         exclude_modules=_outside_language_model(model),
         task_type="CAUSAL_LM",

@@ -2,7 +2,7 @@
 
 `hflow.types.kernels` chooses the kernel; `num_calls` counts the calls of each. After
 `torch.use_deterministic_algorithms` all of them add in a fixed order, also in the backward pass: torch's own
-by themselves, and flash-attn's because it is asked to.
+by themselves, and flash-attn's because it is asked to. flash-attn-3 is not chosen then.
 
 Axes: S sequences, T packed query tokens, K packed key tokens, L queries and M keys of each padded sequence,
 H heads, G key-value heads (a divisor of H), d head size.
@@ -20,12 +20,14 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from hflow.base.devices import has_cuda_api
 from hflow.models.dtypes import SAVED_DTYPES
 from hflow.types.kernels import (
+    FLASH_MODULES,
     AttentionKernel,
     decode_kernel,
-    flash_attn_package,
-    flash_attn_version,
+    flash_module,
+    flash_versions,
     packed_kernel,
 )
 
@@ -46,12 +48,15 @@ def kernel_of(device: torch.device, dtype: torch.dtype) -> AttentionKernel:
     """Return the kernel for packed sequences on a device.
 
     Raises:
-        BackendError: if it is that of flash-attn, and the package was built for another torch.
+        BackendError: if it is that of a package which was built for another torch.
     """
-    kernel = packed_kernel(device.type, _NAMES[dtype], has_flash_attn=flash_attn_version() is not None)
-    if kernel is AttentionKernel.FLASH_ATTN:
-        _flash_attn()
-    return kernel
+    installed, deterministic = flash_versions(), torch.are_deterministic_algorithms_enabled()
+    asks = AttentionKernel.FLASH_ATTN_3 in installed and has_cuda_api(device.type)
+    capability = torch.cuda.get_device_capability(device) if asks else None
+    chosen = packed_kernel(device.type, _NAMES[dtype], capability, installed, deterministic=deterministic)
+    if chosen.kernel in FLASH_MODULES:
+        _flash_kernel(chosen.kernel)
+    return chosen.kernel
 
 
 def varlen_attention(
@@ -68,7 +73,7 @@ def varlen_attention(
     The last query of a sequence attends to all of its keys, the one before it to all but the last, and so on.
 
     Args:
-        kernel: `FLASH_ATTN` or `VARLEN`.
+        kernel: `FLASH_ATTN_3`, `FLASH_ATTN` or `VARLEN`.
         q: queries.
         k: keys.
         v: values `[K, G, w]`; w is at most d, and smaller in latent attention.
@@ -78,10 +83,10 @@ def varlen_attention(
     """
     num_calls[kernel] += 1
     width = v.shape[-1]
-    if width < q.shape[-1]:  # the kernels have one head size
+    if width < q.shape[-1]:  # all of the kernels take one head size
         v = pad(v, (0, q.shape[-1] - width))
-    if kernel is AttentionKernel.FLASH_ATTN:
-        flash = _flash_attn()
+    if kernel in FLASH_MODULES:
+        flash = _flash_kernel(kernel)
         out: Tensor = flash(
             *(q, k, v, *cumulative, *longest),
             softmax_scale=scaling,
@@ -125,15 +130,19 @@ def padded_attention(
     )
 
 
-def decode_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scaling: float) -> Tensor:
-    """Compute attention of one query per sequence over its cached tokens.
+def decode_attention(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, scaling: float
+) -> Tensor:
+    """Compute attention of one query per sequence over its cached tokens, which are in pages of P tokens.
 
-    Shapes alone say what is launched, so that a CUDA graph can hold it.
+    Shapes alone say what is launched, so that a CUDA graph can hold it. Without a kernel that reads pages,
+    these are copied to one piece per sequence.
 
     Args:
         q: queries `[S, H, d]`.
-        k: keys `[S, G, M, d]`.
+        k: keys `[pages, G, P, d]`.
         v: values, shaped as keys.
+        table: int32 `[S, N]`: the pages of each sequence, in order. Those behind its tokens are not read.
         lengths: int32 `[S]`, at least 1: the cached tokens of each sequence, its last one included.
         scaling: factor of the scores.
 
@@ -144,7 +153,8 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scaling: 
         from hflow.models.decode_kernel import triton_decode_attention
 
         num_calls[AttentionKernel.TRITON] += 1
-        return triton_decode_attention(q, k, v, lengths, scaling)
+        return triton_decode_attention(q, k, v, table, lengths, scaling)
+    k, v = (x[table].transpose(1, 2).flatten(2, 3) for x in (k, v))
     return cached_attention(q, k, v, additive_mask(lengths - 1, k.shape[2], q.dtype), scaling)
 
 
@@ -182,10 +192,10 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: flo
 
 
 @cache
-def _flash_attn() -> Any:
-    """Return flash-attn's kernel.
+def _flash_kernel(kernel: AttentionKernel) -> Any:
+    """Return the function of a kernel in `FLASH_MODULES`.
 
     Raises:
-        BackendError: if the package was built for another torch.
+        BackendError: if its package was built for another torch.
     """
-    return flash_attn_package().flash_attn_varlen_func
+    return flash_module(kernel).flash_attn_varlen_func

@@ -1,4 +1,4 @@
-"""Compute nodes from rewards to advantages, on whole batches."""
+"""Compute nodes from rewards to advantages, and a weight of the loss, on whole batches."""
 
 from __future__ import annotations
 
@@ -78,6 +78,51 @@ def kl_reward(
     }
 
 
+def _check_adaptive_entropy(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
+    for name in ("target", "change"):
+        if knobs[name] <= 0:
+            return f"{name} is {knobs[name]}; it must be more than 0"
+    if not 0 <= knobs["initial"] <= knobs["upper"]:
+        return f"initial is {knobs['initial']} and upper is {knobs['upper']}; it must be between 0 and upper"
+    return None
+
+
+@compute(returns="entropy_weights")
+@checked_by(_check_adaptive_entropy)
+def adaptive_entropy(
+    prox_entropy: PerToken,
+    seqs: Sequences,
+    state: State,
+    *,
+    target: float = 0.2,
+    change: float = 0.005,
+    initial: float = 0.0,
+    upper: float = 1.0,
+) -> tuple[PerToken, Metrics]:
+    """Return the weight of the entropy in the loss, which keeps the entropy from falling below a target.
+
+    The weight follows `algo.adapted_entropy_weight`, and counts in steps whose entropy is at the target or
+    below. Losses of tokens read it in the place of `entropy_coef`.
+
+    Args:
+        prox_entropy: `[T]`, from `entropy_inf`.
+        seqs: the layout of the batch.
+        state: remembers the weight.
+        target: mean entropy of a token in nats.
+        change: change of the weight after each step.
+        initial: weight of the first step.
+        upper: largest weight.
+
+    Returns:
+        Weights `[T]`, all the same, and metrics.
+    """
+    weight = state.get("weight", initial)
+    entropy = float(prox_entropy[seqs.loss_mask].mean())
+    state["weight"] = algo.adapted_entropy_weight(weight, entropy, target, change, upper)
+    applied = weight if entropy <= target else 0.0
+    return prox_entropy.new_full(prox_entropy.shape, applied), {"entropy": entropy, "weight": applied}
+
+
 def _check_gae(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
     return _unit_problem(knobs, "gamma", "lam")
 
@@ -129,13 +174,19 @@ def _refuse_single_samples(seqs: Sequences) -> None:
         )
 
 
-def _check_group_advantage(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
+def _check_std(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
     if knobs["eps"] <= 0:
         return f"eps is {knobs['eps']}; it must be more than 0"
-    if not knobs["std"] and knobs["std_over"] != "group":
-        return "std_over has no effect with std=false. Remove one of them"
     if not knobs["std"] and knobs["eps"] != _EPS:
         return "eps has no effect with std=false. Remove one of them"
+    return None
+
+
+def _check_group_advantage(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
+    if problem := _check_std(knobs, reads):
+        return problem
+    if not knobs["std"] and knobs["std_over"] != "group":
+        return "std_over has no effect with std=false. Remove one of them"
     if not 0 <= knobs["length_power"] <= 1:
         return f"length_power is {knobs['length_power']}; it must be from 0 to 1"
     return None
@@ -180,6 +231,106 @@ def gpg_advantage(reward: PerSequence, seqs: Sequences) -> PerSequence:
     """Return each reward minus its group's mean, rescaled for equal ones (GPG, `algo.rescaled_advantage`)."""
     _refuse_single_samples(seqs)
     return algo.rescaled_advantage(reward, seqs)
+
+
+@compute(returns="advantages", min_group=2)
+@checked_by(_check_std)
+def best_advantage(
+    reward: PerSequence, seqs: Sequences, *, std: bool = False, eps: float = _EPS
+) -> PerSequence:
+    """Return the lead of a group's best sample over the second best, 0 elsewhere (`algo.best_advantage`).
+
+    Args:
+        reward: `[S]`.
+        seqs: the layout of the batch.
+        std: divide by the standard deviation of the group.
+        eps: added to the standard deviation.
+    """
+    _refuse_single_samples(seqs)
+    return algo.best_advantage(reward, seqs, std, eps)
+
+
+def _check_best_worst(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
+    best, worst = knobs["best"], knobs["worst"]
+    if min(best, worst) < 0 or best + worst < 1:
+        return f"best is {best} and worst is {worst}; they must be 0 or more, and one of them more than 0"
+    return None
+
+
+@compute(returns="is_kept", min_group=2)
+@checked_by(_check_best_worst)
+def best_worst_mask(reward: PerSequence, seqs: Sequences, *, best: int = 1, worst: int = 1) -> PerSequence:
+    """Return a mask of a group's best and worst samples (`algo.is_best_or_worst`); `mask="is_kept"` uses it.
+
+    Args:
+        reward: `[S]`.
+        seqs: the layout of the batch.
+        best: number of samples with the largest rewards.
+        worst: number of samples with the smallest rewards.
+
+    Raises:
+        RunError: if all samples of each group are kept.
+    """
+    if len(seqs) and int(seqs.group_count().max()) <= best + worst:
+        raise RunError(
+            f"best_worst_mask keeps all samples of each prompt, as none has more than best + worst = "
+            f"{best + worst}. Set group= of the generate node higher, or remove best_worst_mask"
+        )
+    return algo.is_best_or_worst(reward, seqs, best, worst)
+
+
+@compute(returns="advantages", min_group=2)
+def maxrl_advantage(reward: PerSequence, seqs: Sequences) -> PerSequence:
+    """Return each reward minus its group's mean, over the mean (MaxRL, `algo.mean_normalised_advantage`).
+
+    Raises:
+        RunError: if a reward is negative.
+    """
+    _refuse_single_samples(seqs)
+    if bool((reward < 0).any()):
+        raise RunError(
+            "maxrl_advantage divides by the mean reward: rewards must be 0 or more, such as 0 and 1"
+        )
+    return algo.mean_normalised_advantage(reward, seqs)
+
+
+@compute(returns="advantages", min_group=2)
+def optimal_token_advantage(reward: PerSequence, logit_gradient: PerToken, seqs: Sequences) -> PerToken:
+    """Return rewards minus the optimal token baseline (`algo.optimal_token_advantage`).
+
+    Args:
+        reward: `[S]`.
+        logit_gradient: `[T]`, from `logit_gradient_inf`.
+        seqs: the layout of the batch.
+    """
+    _refuse_single_samples(seqs)
+    return algo.optimal_token_advantage(reward, logit_gradient, seqs)
+
+
+def _check_role(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
+    decay = knobs["decay"]
+    return None if 0 <= decay < 1 else f"decay is {decay}; it must be from 0 to less than 1"
+
+
+@compute(returns="advantages")
+@checked_by(_check_role)
+def role_advantage(
+    reward: PerSequence, role: Text, state: State, *, decay: float = 0.95
+) -> tuple[PerSequence, Metrics]:
+    """Return each reward minus the moving average of its role's rewards (`algo.moving_baseline_advantage`).
+
+    Args:
+        reward: `[S]`.
+        role: the role of each sample, such as the name of a game and its player's place.
+        state: remembers the average of each role.
+        decay: how much of the average is kept at each sample.
+
+    Returns:
+        Advantages `[S]`, and metrics: `baseline`, the mean over roles.
+    """
+    advantages, averages = algo.moving_baseline_advantage(reward, role, state, decay)
+    state.update(averages)
+    return advantages, {"baseline": sum(averages.values()) / max(len(averages), 1)}
 
 
 @compute(returns="advantages", min_group=2)
@@ -253,11 +404,7 @@ def pass_at_k_advantage(
 
 
 def _check_turn_advantage(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
-    if knobs["eps"] <= 0:
-        return f"eps is {knobs['eps']}; it must be more than 0"
-    if not knobs["std"] and knobs["eps"] != _EPS:
-        return "eps has no effect with std=false. Remove one of them"
-    return _unit_problem(knobs, "gamma")
+    return _check_std(knobs, reads) or _unit_problem(knobs, "gamma")
 
 
 @compute(returns="advantages", min_group=2)

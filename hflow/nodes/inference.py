@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hflow.base.errors import DataError
 from hflow.dsl import encode, generate, infer
+from hflow.dsl.lazy import algo
 from hflow.types import Engine, Image, Messages, Output, PerSequence, PerToken, Tokenizer, Trajectory
 
 
@@ -76,6 +77,19 @@ def pair(tokenizer: Tokenizer, prompt: str, chosen: str, rejected: str) -> list[
     return [tokenizer.join(prompt, chosen), tokenizer.join(prompt, rejected)]
 
 
+@encode(group=2)
+def kto_view(tokenizer: Tokenizer, prompt: str, answer: str, unrelated: str) -> list[Trajectory]:
+    """Encode an answer and an unrelated one to the same prompt as a group of two, for `kto`.
+
+    Args:
+        tokenizer: encodes.
+        prompt: the text.
+        answer: the answer that is labelled.
+        unrelated: an answer to another prompt.
+    """
+    return [tokenizer.join(prompt, answer), tokenizer.join(prompt, unrelated)]
+
+
 @encode()
 def reward_view(tokenizer: Tokenizer, messages: Messages) -> Trajectory:
     """Encode the conversation of a sample again, with the tokenizer of a reward model.
@@ -93,6 +107,12 @@ def reward_view(tokenizer: Tokenizer, messages: Messages) -> Trajectory:
 def ref_inf(out: Output) -> PerToken:
     """Return the log-probs `[T]` of the tokens under a reference model."""
     return out.logprobs
+
+
+@infer(returns=("prox_logprobs", "prox_entropy"))
+def entropy_inf(out: Output) -> tuple[PerToken, PerToken]:
+    """Return log-probs and entropy `[T]` at the start of the step, in the place of `actor_inf`."""
+    return out.logprobs, out.entropy
 
 
 @infer(returns=("values", "bootstrap"))
@@ -116,3 +136,14 @@ def topk_inf(out: Output, *, k: int = 16) -> tuple[PerToken, PerToken]:
         k: number of tokens; a step sends 12 bytes for each of them and each token of the batch.
     """
     return out.topk(k)
+
+
+@infer(returns="logit_gradient")
+def logit_gradient_inf(out: Output, *, k: int = 16) -> PerToken:
+    """Return the squared norm `[T]` of each token's gradient by the logits (`algo.logit_gradient`).
+
+    Args:
+        out: log-probs of the policy at the start of the step.
+        k: number of the likeliest tokens whose probabilities count.
+    """
+    return algo.logit_gradient(out.logprobs, out.topk(k)[1])

@@ -71,6 +71,8 @@ def _check_trust(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None
     if statistic != "k1":
         if lower is not None:
             return f"lower has no effect with statistic={statistic}, which is never negative. Remove it"
+        if statistic == "tv" and upper >= 1:
+            return f"upper={upper} has no effect with statistic=tv, which is at most 1. Set it below 1"
         return f"upper is {upper}; it must be more than 0" if upper <= 0 else None
     if lower is None:
         return "statistic=k1 has both signs and needs lower. Set it, for example to -0.02"
@@ -86,7 +88,7 @@ def is_trusted(
     prox_logprobs: PerToken,
     seqs: Sequences,
     *,
-    statistic: Literal["k1", "k2", "k3"] = "k3",
+    statistic: Literal["k1", "k2", "k3", "binary_kl", "tv"] = "k3",
     extent: Literal["token", "sequence-sum", "sequence-mean", "sequence-max"] = "sequence-mean",
     lower: float | None = None,
     upper: float = 0.02,
@@ -97,7 +99,9 @@ def is_trusted(
         behav_logprobs: `[T]`, recorded at generation.
         prox_logprobs: `[T]`, at the start of the step.
         seqs: the layout of the batch.
-        statistic: what is compared with the bounds, in nats: the log-ratio (`k1`), or the KL by `k2` or `k3`.
+        statistic: what is compared with the bounds: in nats the log-ratio (`k1`), or the KL by `k2` or `k3`;
+            of the event "this token" the KL (`binary_kl`) or total variation (`tv`, the change of the token's
+            probability), see `algo.binary_divergence`.
         extent: the statistic of the token, or its sum, mean or largest value over the sequence.
         lower: smallest value, for `k1`.
         upper: largest value.

@@ -84,8 +84,10 @@ def _correct_tokens(
     behav_logprobs: PerToken,
     prox_logprobs: PerToken,
     advantages: PerToken,
+    seqs: Sequences,
     ref_logprobs: PerToken | None = None,
     behav_weights: PerToken | None = None,
+    entropy_weights: PerToken | None = None,
     *,
     behav_weight_cap: float | None = 5.0,
     over_cap: Literal["mask", "truncate"] = "mask",
@@ -93,6 +95,7 @@ def _correct_tokens(
     kl_estimator: Literal["k2", "k3", "k1+", "k3+"] = "k3",
     kl_importance: bool = False,
     entropy_coef: float = 0.0,
+    off_policy_limit: float | None = None,
 ) -> tuple[PerToken, Metrics]:
     """Return `w surrogate + kl_coef KL - entropy_coef H` per token.
 
@@ -102,8 +105,10 @@ def _correct_tokens(
         behav_logprobs: `[T]`, recorded at generation.
         prox_logprobs: `[T]`, at the start of the step.
         advantages: `[T]`.
+        seqs: the layout of the batch.
         ref_logprobs: `[T]`, needed if `kl_coef` is not 0. Else the KL to the reference is only reported.
         behav_weights: `[T]`, weights in the place of w, from the node `behav_weights`.
+        entropy_weights: `[T]`, weights in the place of `entropy_coef`, from the node `adaptive_entropy`.
         behav_weight_cap: largest weight `exp(prox - behav)` of a token. None: no limit.
         over_cap: give tokens with a larger weight the weight 0 (`mask`) or the cap (`truncate`).
         kl_coef: weight of the KL to the reference in the loss.
@@ -112,6 +117,8 @@ def _correct_tokens(
         kl_importance: multiply k3 by the ratio theta / behav, which makes value and gradient unbiased also on
             tokens of older policies (DeepSeek-AI 2025, "DeepSeek-V3.2", the unbiased KL estimate).
         entropy_coef: weight of the entropy, which is subtracted from the loss.
+        off_policy_limit: tokens with A < 0 of sequences whose mean of `log(behav / theta)` is larger have no
+            surrogate (`algo.is_off_policy`). None: no limit.
     """
     theta, prox, behav = out.logprobs, prox_logprobs, behav_logprobs
     metrics = {
@@ -125,6 +132,10 @@ def _correct_tokens(
     loss, own_metrics = surrogate(PolicyBatch(theta, prox, behav, advantages))
     entries = loss * behav_weights
     metrics |= own_metrics
+    if off_policy_limit is not None:
+        drift = seqs.widen(seqs.mean(behav - theta.detach()))
+        metrics["off_policy"] = algo.is_off_policy(drift, advantages, off_policy_limit)
+        entries = entries.masked_fill(metrics["off_policy"], 0)
     if kl_coef:
         assert ref_logprobs is not None, "the check of this node's knobs refuses kl_coef without ref_logprobs"
         ref_kl = algo.kl_estimate(theta, ref_logprobs, kl_estimator)
@@ -136,7 +147,9 @@ def _correct_tokens(
         entries = entries + kl_coef * ref_kl
     elif ref_logprobs is not None:
         metrics["ref_kl"] = algo.kl_k3(theta.detach(), ref_logprobs, cap=None)
-    if entropy_coef:
+    if entropy_weights is not None:
+        entries = entries - entropy_weights * out.entropy
+    elif entropy_coef:
         entries = entries - entropy_coef * out.entropy
     return entries, metrics
 
@@ -151,6 +164,7 @@ def _correct_sequences(
     *,
     behav_weight_cap: float | None = 2.0,
     over_cap: Literal["mask", "truncate"] = "mask",
+    off_policy_limit: float | None = None,
 ) -> tuple[PerSequence, Metrics]:
     """Return `w surrogate` per sequence.
 
@@ -164,6 +178,8 @@ def _correct_sequences(
         behav_weight_cap: largest weight `(p_prox(y) / p_behav(y)) ** (1 / |y|)` of a sequence. None: no
             limit.
         over_cap: give sequences with a larger weight the weight 0 (`mask`) or the cap (`truncate`).
+        off_policy_limit: sequences with A < 0 whose mean of `log(behav / theta)` is larger have no loss
+            (`algo.is_off_policy`). None: no limit.
     """
     prox, behav = seqs.mean(prox_logprobs), seqs.mean(behav_logprobs)
     loss, metrics = surrogate(PolicyBatch(out.logprobs, prox_logprobs, behav_logprobs, advantages))
@@ -173,7 +189,12 @@ def _correct_sequences(
         "entropy": out.entropy,
         **_over_cap(prox, behav, behav_weight_cap),
     }
-    return algo.behav_weight(prox, behav, behav_weight_cap, over_cap) * loss, metrics
+    entries = algo.behav_weight(prox, behav, behav_weight_cap, over_cap) * loss
+    if off_policy_limit is not None:
+        drift = behav - seqs.mean(out.logprobs.detach())
+        metrics["off_policy"] = algo.is_off_policy(drift, advantages, off_policy_limit)
+        entries = entries.masked_fill(metrics["off_policy"], 0)
+    return entries, metrics
 
 
 def _over_cap(prox: Tensor, behav: Tensor, cap: float | None) -> dict[str, Tensor]:
@@ -256,6 +277,8 @@ def _no_effect(defaults: Mapping[str, Any], knobs: Mapping[str, Any], reads: Col
             return f"{name} has no effect while kl_coef is 0. Set kl_coef, or remove {name}"
     if knobs.get("kl_importance") and knobs["kl_estimator"] != "k3":
         return f"kl_importance needs kl_estimator=k3, not {knobs['kl_estimator']}, whose gradient differs"
+    if "entropy_weights" in reads and knobs["entropy_coef"]:
+        return "entropy_coef has no effect beside the node that returns entropy_weights. Remove one of them"
     for name in ("behav_weight_cap", "over_cap"):
         if "behav_weights" in reads and knobs[name] != defaults[name]:
             return f"{name} has no effect beside the node that returns behav_weights. Set its bounds instead"
@@ -266,12 +289,10 @@ def _out_of_bounds(knobs: Mapping[str, Any]) -> str | None:
     for name in ("clip", "clip_high"):
         if (knobs.get(name) or 0) < 0:
             return f"{name} is {knobs[name]}; it must be 0 or more"
-    cap = knobs["behav_weight_cap"]
-    return (
-        f"behav_weight_cap is {cap}; it must be more than 0, or null"
-        if cap is not None and cap <= 0
-        else None
-    )
+    for name in ("behav_weight_cap", "off_policy_limit"):
+        if knobs[name] is not None and knobs[name] <= 0:
+            return f"{name} is {knobs[name]}; it must be more than 0, or null"
+    return None
 
 
 def _no_reference(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:

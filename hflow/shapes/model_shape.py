@@ -7,7 +7,7 @@ their matrices.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
@@ -279,6 +279,18 @@ def adapter_targets(shape: ModelShape) -> tuple[str, ...]:
     return tuple(dict.fromkeys(_module(spec) for spec in specs if _is_linear(spec)))
 
 
+def adapted_shape(shape: ModelShape, r: int, targets: Sequence[str] | None) -> ModelShape:
+    """Return the shape whose tensors are a model's adapters.
+
+    Args:
+        shape: the model.
+        r: rank of the adapters.
+        targets: the modules that have adapters, some of `adapter_targets`; None: all of these.
+    """
+    names = adapter_targets(shape) if targets is None else tuple(dict.fromkeys(targets))
+    return replace(shape, adapter=AdapterShape(r, names))
+
+
 def _is_linear(spec: TensorSpec) -> bool:
     return (
         len(spec.shape) == 2 and spec.name.endswith(".weight") and not spec.name.endswith("mlp.gate.weight")
@@ -340,9 +352,16 @@ def _layer(shape: ModelShape, index: str, layer: int) -> Iterator[TensorSpec]:
         return
     for spec in _weights_of_layer(shape, index, layer):
         if _is_linear(spec) and _module(spec) in shape.adapter.targets:
-            path, (rows, columns), r = spec.name.removesuffix(".weight"), spec.shape, shape.adapter.r
-            yield TensorSpec(f"{path}.lora_A.weight", (r, columns), layer, "layer")
-            yield TensorSpec(f"{path}.lora_B.weight", (rows, r), layer, "layer")
+            yield from _adapter(spec, shape.adapter.r)
+
+
+def _adapter(spec: TensorSpec, r: int) -> Iterator[TensorSpec]:
+    """Yield the two matrices of a matrix's adapter. Tensor ranks divide its inputs or outputs likewise."""
+    path, (rows, columns) = spec.name.removesuffix(".weight"), spec.shape
+    whole = replace(spec, split_axis=None, split_units=1, may_repeat=False)
+    a, b = (spec if spec.split_axis == axis else whole for axis in (1, 0))
+    yield replace(a, name=f"{path}.lora_A.weight", shape=(r, columns))
+    yield replace(b, name=f"{path}.lora_B.weight", shape=(rows, r))
 
 
 def _weights_of_layer(shape: ModelShape, index: str, layer: int) -> Iterator[TensorSpec]:

@@ -175,10 +175,10 @@ class Given:
 
     def _entry(self, key: str) -> Entry:
         value, row = self.values[key], find_row(self.rows, key)
-        if key not in self.defaults or row is None:
+        if row is None or (key not in self.defaults and key not in self._notes):
             note = f"it is no key of this version{nearest(key, self.defaults)}"
             return Entry(key, value, "left", reason="unknown", note=note)
-        is_default = value == self.defaults[key]
+        is_default = key in self.defaults and value == self.defaults[key]
         if key in self._notes:
             reason, note = self._notes[key]
             return Entry(key, value, "left", row.ours, reason, note, is_default=is_default)

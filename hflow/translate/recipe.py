@@ -134,6 +134,7 @@ class RecipeDraft:
             (f"use(nodes.critic_inf, critic, {unbootstrapped})", self.has_critic),
             ("nodes.kl_reward", self.kl_in_reward),
             ("reward_at_end", self.needs_token_rewards and not self.kl_in_reward),
+            ("use(nodes.logit_gradient_inf, actor)", self.advantage == "optimal_token_advantage"),
             (f"nodes.{self.advantage}", True),
             ("unweighted", self.weights == "unweighted"),
             ("nodes.behav_weights", self.weights == "behav_weights"),

@@ -19,10 +19,12 @@ LOSSES = {
     "cispo": "`nodes.cispo_train` with `clip=1.0` and `clip_high` = `epsilon_high - 1`: TRL bounds the ratio "
     "itself",
     "sapo": "`nodes.sapo_train` with `reduce=seq-mean-token-mean`",
-    "luspo": "not translated: a `@train` body in the recipe",
-    "vespo": "not translated: a `@train` body in the recipe",
+    "luspo": "`nodes.gspo_train` with `by_length=true`",
+    "vespo": "`nodes.vespo_train`",
 }
 """Value of `loss_type` -> hflow's node, in words."""
+_PPO_LOSSES = ("grpo", "dapo", "bnpo", "dr_grpo")
+"""Values of `loss_type` that differ in the reduction only."""
 _OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd"}
 _SCHEDULES = {
     "linear": "linear",
@@ -77,7 +79,7 @@ TABLES: dict[str, Sequence[Row]] = {
             "",
             values={
                 "token": "a ratio per token",
-                "sequence": "`nodes.gspo_train`, as with `loss_type: grpo`",
+                "sequence": "`nodes.gspo_train`, as with `loss_type: grpo`; of `sapo`, `level=sequence`",
             },
         ),
         same("epsilon", "nodes.actor_train.clip"),
@@ -97,12 +99,26 @@ TABLES: dict[str, Sequence[Row]] = {
         same("mask_truncated_completions", "nodes.actor_train.mask"),
         same("sapo_temperature_pos", "nodes.sapo_train.tau_positive"),
         same("sapo_temperature_neg", "nodes.sapo_train.tau_negative"),
-        manual("vespo_*", note=_BODY),
-        manual("top_entropy_quantile", _BODY),
-        manual("use_adaptive_entropy", _BODY),
-        manual("entropy_coef_*", note=_BODY),
-        manual("entropy_target", _BODY),
-        missing("off_policy_mask_threshold", "`nodes.is_trusted` masks by the KL alone"),
+        same("vespo_k_pos", "nodes.vespo_train.k_positive"),
+        same("vespo_lambda_pos", "nodes.vespo_train.lambda_positive"),
+        same("vespo_k_neg", "nodes.vespo_train.k_negative"),
+        same("vespo_lambda_neg", "nodes.vespo_train.lambda_negative"),
+        same(
+            "top_entropy_quantile",
+            "nodes.high_entropy_train.share",
+            "of a minibatch here, of each forward pass in TRL; with PPO's loss, without `delta`",
+        ),
+        manual(
+            "use_adaptive_entropy",
+            "`nodes.adaptive_entropy` and `nodes.entropy_inf`, once per step of the run",
+        ),
+        manual("entropy_coef_*", note="`nodes.adaptive_entropy`: `change`, `upper`"),
+        manual("entropy_target", "`nodes.adaptive_entropy.target`"),
+        same(
+            "off_policy_mask_threshold",
+            "nodes.actor_train.off_policy_limit",
+            "the drift is from the engine's log-probs here, in TRL with vLLM only",
+        ),
         missing("router_aux_loss_coef", "the router is trained by the recipe's loss"),
         manual(
             "sync_ref_model", "an `@update` node: [`ema_teacher.py`](../../recipes/custom/ema_teacher.py)"
@@ -194,7 +210,7 @@ TABLES: dict[str, Sequence[Row]] = {
         same("lora_target_modules", "models.actor.lora.targets", "null: PEFT's choice; `all-linear` here"),
         same("lora_dropout", "", "0 only: adapters have no dropout"),
         manual("lora_*", note="[LoRA](../lora.md)"),
-        manual("use_rslora", "`models.actor.lora.alpha`"),
+        same("use_rslora", "models.actor.lora.rslora"),
         missing("use_dora"),
         automatic("disable_dropout", "models compute without dropout"),
         automatic("attn_implementation", "`hflow plan`, section attention"),
@@ -324,16 +340,23 @@ def _loss_node(given: Given) -> str:
     given.choice("loss_type", translated, f"{note or 'it is not known'}. The loss of dapo is written")
     level = given.choice("importance_sampling_level", ("token", "sequence"))
     kind = _loss_type(given)
-    if level == "sequence" and kind in ("grpo", "dapo", "bnpo", "dr_grpo"):
+    if kind == "luspo" and level == "token":
+        note = "nodes.gspo_train has ratios of sequences, as LUSPO; set importance_sampling_level: sequence"
+        given.differs("importance_sampling_level", note)
+    if kind == "luspo":
+        return "gspo_train"
+    if level == "sequence" and kind in _PPO_LOSSES:
         if kind != "grpo":
             note = (
                 f"nodes.gspo_train is the mean over sequences, as of grpo; with {kind} long ones count more"
             )
             given.differs("importance_sampling_level", note)
         return "gspo_train"
-    if level == "sequence":
-        given.leave("importance_sampling_level", f"nodes.{kind}_train has ratios per token only")
-    return {"cispo": "cispo_train", "sapo": "sapo_train"}.get(kind, "actor_train")
+    if level == "sequence" and kind != "sapo":
+        given.leave("importance_sampling_level", f"nodes.{kind}_train has no ratios of whole sequences")
+    if kind in _PPO_LOSSES and (given.number("top_entropy_quantile") or 1) < 1:
+        return "high_entropy_train"
+    return f"{kind}_train" if kind in ("cispo", "sapo", "vespo") else "actor_train"
 
 
 def _loss_type(given: Given) -> str:
@@ -366,7 +389,7 @@ def _batches(given: Given, draft: RecipeDraft, processes: int) -> None:
         given.leave("gradient_accumulation_steps", note)
     if completions % group:
         given.leave("num_generations", f"{completions} completions of a batch cannot be divided by it")
-    if minibatches > 1 and _loss_type(given) in ("dapo", "cispo"):
+    if minibatches > 1 and _loss_type(given) in ("dapo", "cispo", "vespo"):
         given.differs(
             "loss_type",
             "TRL divides by the mean number of tokens of a batch's minibatches, hflow by each own",
@@ -397,6 +420,14 @@ def _loss(given: Given, draft: RecipeDraft) -> None:
             tau_positive=given.number("sapo_temperature_pos"),
             tau_negative=given.number("sapo_temperature_neg"),
         )
+        if given.value("importance_sampling_level") == "sequence":
+            draft.set_loss(level="sequence")
+    elif draft.loss == "vespo_train":
+        ends = {"positive": "pos", "negative": "neg"}
+        names = ("k", "lambda")
+        draft.set_loss(
+            **{f"{n}_{ours}": given.number(f"vespo_{n}_{end}") for ours, end in ends.items() for n in names}
+        )
     elif draft.loss == "cispo_train":
         _cispo_range(given, draft)
     else:
@@ -410,7 +441,10 @@ def _loss(given: Given, draft: RecipeDraft) -> None:
     draft.set_loss(reduce=reduction)
     if kind == "bnpo":
         given.differs("loss_type", "the mean is over the tokens of a minibatch here, of a micro-batch in TRL")
+    if kind == "luspo":
+        draft.set_loss(by_length=True)
     _kl(given, draft)
+    _masks(given, draft)
     entropy = given.number("entropy_coef")
     if entropy and draft.loss == "gspo_train":
         given.leave("entropy_coef", "nodes.gspo_train has no entropy bonus")
@@ -428,6 +462,29 @@ def _loss(given: Given, draft: RecipeDraft) -> None:
             note = "cut-off answers do not count in the number of sequences here, and do in TRL"
             if reduction.startswith("seq-mean"):
                 given.differs("mask_truncated_completions", note)
+
+
+def _masks(given: Given, draft: RecipeDraft) -> None:
+    """Set which tokens and sequences have no loss."""
+    limit = given.number("off_policy_mask_threshold")
+    if limit is not None and limit <= 0:
+        given.leave("off_policy_mask_threshold", "it is more than 0 here")
+    elif limit is not None:
+        draft.set_loss(off_policy_limit=limit)
+        if not given.flag("use_vllm"):
+            note = "the drift is measured from the engine's log-probs here, from recomputed ones in TRL"
+            given.differs("off_policy_mask_threshold", note)
+    share = given.number("top_entropy_quantile")
+    if share is None or share >= 1:
+        return
+    if draft.loss != "high_entropy_train":
+        given.leave("top_entropy_quantile", f"nodes.high_entropy_train has PPO's loss, not {draft.loss}'s")
+        return
+    draft.set_loss(share=share)
+    note = "the tokens are chosen in a minibatch here, in each forward pass in TRL"
+    if given.number("entropy_coef"):
+        note += "; the entropy bonus is of all tokens here, of the chosen ones in TRL"
+    given.differs("top_entropy_quantile", note)
 
 
 def _cispo_range(given: Given, draft: RecipeDraft) -> None:
@@ -448,8 +505,8 @@ def _clip_range(given: Given, draft: RecipeDraft) -> None:
     draft.set_loss(clip=low, clip_high=high)
     if bound is None:
         return
-    if draft.loss == "gspo_train":
-        given.leave("delta", "nodes.gspo_train has no dual_clip")
+    if draft.loss == "high_entropy_train":
+        given.leave("delta", "nodes.high_entropy_train has no dual_clip")
     elif bound < 1 + (high or 0):
         given.leave(
             "delta", "below 1 + epsilon_high it also bounds positive advantages, which dual_clip does not"
@@ -483,12 +540,14 @@ def _kl(given: Given, draft: RecipeDraft) -> None:
 def _correction(given: Given, draft: RecipeDraft) -> None:
     """Set how the loss treats the difference between the engine's and the trainer's log-probs."""
     corrects = given.flag("use_vllm") and given.flag("vllm_importance_sampling_correction")
-    if draft.loss == "gspo_train":
+    if draft.loss in ("gspo_train", "vespo_train"):
         draft.set_loss(prox="none")
-        note = (
-            "nodes.gspo_train has its ratios relative to the engine's log-probs here; set prox=recompute to "
-            "weigh answers by prox / behav"
-        )
+        note = {
+            "gspo_train": "nodes.gspo_train has its ratios relative to the engine's log-probs here; set "
+            "prox=recompute to weigh answers by prox / behav",
+            "vespo_train": "the ratio of a sequence is theta / behav here; TRL bounds its part prox / behav "
+            "token by token",
+        }[draft.loss]
         if given.flag("use_vllm"):
             given.differs("vllm_importance_sampling_correction", note)
         return
@@ -631,6 +690,8 @@ def _model_settings(given: Given, draft: RecipeDraft) -> None:
         return
     draft.set("models.actor.lora.r", given.whole("lora_r"))
     draft.set("models.actor.lora.alpha", given.number("lora_alpha"))
+    if given.flag("use_rslora"):
+        draft.set("models.actor.lora.rslora", True)
     targets = given.value("lora_target_modules")
     if targets is None:
         given.differs(

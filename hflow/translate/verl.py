@@ -27,10 +27,11 @@ ADVANTAGES = {
     "gpg": "not translated: `nodes.gpg_advantage` rescales by other samples than verl, those of groups whose "
     "rewards differ",
     "gdpo": "not translated: `nodes.gdpo_advantage`, with a node for each reward",
-    "grpo_passk": "not translated: a body per group, the lead of the best reward over the second for the "
-    "best sample. `nodes.pass_at_k_advantage` is another estimator",
-    "optimal_token_baseline": "not translated: a `@compute` body in the recipe",
-    "tir_optimal_token_baseline": "not translated: a `@compute` body in the recipe",
+    "grpo_passk": "`nodes.best_advantage`",
+    "optimal_token_baseline": "`nodes.optimal_token_advantage`, with the probabilities of the 16 likeliest "
+    "tokens from `nodes.logit_gradient_inf`",
+    "tir_optimal_token_baseline": "not translated: `nodes.optimal_token_advantage`, whose advantage is 0 "
+    "where only one answer is left. verl's is the reward there",
 }
 """Value of `algorithm.adv_estimator` -> hflow's node, in words."""
 _ADVANTAGE_NODES = {
@@ -38,7 +39,7 @@ _ADVANTAGE_NODES = {
     for name, text in ADVANTAGES.items()
     if not text.startswith("not")
 }
-_PER_TOKEN = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+_PER_TOKEN = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "optimal_token_baseline")
 """Estimators whose advantages are those of tokens."""
 LOSSES = {
     "vanilla": "`nodes.actor_train`",
@@ -163,7 +164,10 @@ def _model(part: str, model: str, *, is_actor: bool) -> list[Row]:
         missing(f"{part}.fused_kernel_options.*"),
         missing(f"{part}.tiled_mlp.*"),
         missing(f"{part}.mtp.*", note="layers for multi-token prediction are not trained"),
-        missing(f"{part}.lora.*", note="adapters with megatron"),
+        manual(
+            f"{part}.lora.*",
+            f"`{ours}.lora`, whose adapters are those of `canonical_lora`: one for each matrix",
+        ),
     ]
 
 
@@ -234,7 +238,7 @@ TABLES: dict[str, Sequence[Row]] = {
         same("algorithm.adv_estimator", "", values=ADVANTAGES),
         same("algorithm.gamma", "nodes.gae.gamma nodes.returns_to_go.gamma"),
         same("algorithm.lam", "nodes.gae.lam", "0.95 by default here"),
-        same("algorithm.norm_adv_by_std_in_grpo", "nodes.group_advantage.std"),
+        same("algorithm.norm_adv_by_std_in_grpo", "nodes.group_advantage.std nodes.best_advantage.std"),
         same("algorithm.use_kl_in_reward", "", "`nodes.kl_reward`, of `gae` and `reinforce_plus_plus`"),
         same("algorithm.kl_ctrl.kl_coef", "nodes.kl_reward.beta"),
         same("algorithm.kl_penalty", "nodes.kl_reward.estimator", "`kl` is `k1`, `low_var_kl` is `k3`"),
@@ -249,8 +253,8 @@ TABLES: dict[str, Sequence[Row]] = {
         same("algorithm.filter_groups.metric", "", "the reward; others are columns of that body"),
         manual("algorithm.filter_groups.max_num_gen_batches", "`schedule.max_refused_per_step`, in prompts"),
         automatic("algorithm.filter_groups.max_inflight_gen_batches", "refused prompts are replaced at once"),
-        manual("algorithm.use_pf_ppo", "a `@compute` body in the recipe"),
-        manual("algorithm.pf_ppo.*", note="a `@compute` body in the recipe"),
+        manual("algorithm.use_pf_ppo", "`nodes.best_worst_mask` filters samples; a batch is not resampled"),
+        manual("algorithm.pf_ppo.*", note="`nodes.best_worst_mask`"),
     ],
     "The actor's loss": [
         same(f"{ACTOR}.policy_loss.loss_mode", "", values=LOSSES),
@@ -282,7 +286,7 @@ TABLES: dict[str, Sequence[Row]] = {
         automatic(f"{ACTOR}.shuffle", "minibatches are drawn with `seed`"),
         automatic(f"{ACTOR}.data_loader_seed", "`seed` of the run"),
         automatic(f"{ACTOR}.rollout_n", "`nodes.actor_gen.group`"),
-        missing(f"{ACTOR}.calculate_sum_pi_squared"),
+        automatic(f"{ACTOR}.calculate_sum_pi_squared", "with `nodes.logit_gradient_inf`"),
         missing(f"{ACTOR}.freeze_vision_tower", "texts only"),
     ],
     "The engine's log-probs": [
@@ -523,6 +527,11 @@ TABLES: dict[str, Sequence[Row]] = {
         missing("skip.*"),
         manual("ray_kwargs.*", note="`ray start`: [clusters](../cluster.md)"),
         manual(
+            "*.override_transformer_config*",
+            note="`models.NAME.backend=megatron` and `activation_checkpointing`; an added `fp8_recipe` is "
+            "`models.NAME.fp8`: [FP8](../parallel.md#products-in-fp8)",
+        ),
+        manual(
             "*.megatron.*", note="`models.NAME.backend=megatron` and `layout`: [parallel](../parallel.md)"
         ),
         automatic("*_target_", "verl's classes"),
@@ -623,6 +632,14 @@ def _advantages(given: Given, draft: RecipeDraft) -> None:
             draft.set("nodes.group_advantage.eps", 1e-6)
         else:
             draft.set("nodes.group_advantage.std", False)
+    elif draft.advantage == "best_advantage" and given.flag("algorithm.norm_adv_by_std_in_grpo"):
+        draft.set("nodes.best_advantage.std", True)
+        draft.set("nodes.best_advantage.eps", 1e-6)
+    elif draft.advantage == "optimal_token_advantage":
+        note = "the sum of squared probabilities is that of the 16 likeliest tokens here"
+        if given.is_set(f"{CORRECTION}.rollout_is"):
+            note += ", and verl also weighs the baseline by the squared weights of rollout_is"
+        given.differs("algorithm.adv_estimator", note)
     if draft.needs_token_rewards:
         draft.set(f"nodes.{draft.advantage}.gamma", given.number("algorithm.gamma"))
     if draft.advantage == "gae":
@@ -1030,6 +1047,10 @@ def _model_settings(given: Given, draft: RecipeDraft, model: str, part: str, upd
     note = "torch is written; for megatron set backend and layout: docs/parallel.md"
     given.choice(f"{part}.strategy", ("fsdp", "fsdp2"), note)
     draft.set(f"{ours}.backend", "torch")
+    for key in given.values:
+        if key.startswith(f"{part}.megatron.override_transformer_config.fp8"):
+            note = f"set {ours}.fp8 to tensorwise, blockwise or mxfp8, with {ours}.backend=megatron"
+            given.leave(key, f"{note}: docs/parallel.md")
     if given.flag(f"{part}.use_dynamic_bsz"):
         tokens = given.whole(f"{part}.ppo_max_token_len_per_gpu")
         draft.set(f"{ours}.tokens_per_microbatch", tokens)

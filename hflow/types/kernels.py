@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from functools import cache
 from importlib import import_module, metadata
@@ -10,6 +11,7 @@ from typing import NamedTuple
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from hflow.base.devices import has_cuda_api, is_gpu
 from hflow.base.errors import BackendError
@@ -28,6 +30,8 @@ def kernel_install(extra: str) -> str:
 class AttentionKernel(StrEnum):
     """A kernel of causal attention over sequences of different lengths."""
 
+    FLASH_ATTN_3 = "flash-attn-3"
+    """`flash_attn_varlen_func` of the package flash-attn-3, FlashAttention 3 for Hopper GPUs."""
     FLASH_ATTN = "flash-attn"
     """`flash_attn_varlen_func` of the package flash-attn."""
     VARLEN = "torch varlen"
@@ -40,24 +44,92 @@ class AttentionKernel(StrEnum):
     """hflow's own kernel, for one query per sequence on CUDA."""
 
 
-def packed_kernel(device: str, dtype: str, *, has_flash_attn: bool) -> AttentionKernel:
-    """Return the kernel for packed sequences: of training, log-probs and prompts.
+FLASH_MODULES = {
+    AttentionKernel.FLASH_ATTN_3: "flash_attn_interface",
+    AttentionKernel.FLASH_ATTN: "flash_attn",
+}
+"""Kernels that are packages of the same name -> the module with `flash_attn_varlen_func`."""
+FLASH_ATTN_3_INSTALL = (
+    "pip install --no-build-isolation "
+    "'git+https://github.com/Dao-AILab/flash-attention@e2743ab5#subdirectory=hopper'"
+)
+"""The command that compiles flash-attn-3 3.0.0 against the installed torch."""
+HOPPER = (9, 0)
+"""Compute capability of the GPUs that flash-attn-3 has kernels for."""
+_LEAST_FLASH_ATTN_3 = Version("3.0.0")
+"""Betas return other values."""
 
-    Variable-length kernels compute in half precision on GPUs only.
+
+class PackedKernel(NamedTuple):
+    """The kernel for packed sequences, with the reason for it."""
+
+    kernel: AttentionKernel
+    version: str | None
+    """Version of its package; None for torch's."""
+    why: str
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.kernel, self.version)))
+
+
+def has_varlen_kernel(device: str, dtype: str) -> bool:
+    """Return whether a kernel takes packed sequences as they are: in half precision, on GPUs."""
+    return is_gpu(device) and dtype != "fp32"
+
+
+def packed_kernel(
+    device: str,
+    dtype: str,
+    capability: tuple[int, int] | None,
+    installed: Mapping[AttentionKernel, str],
+    *,
+    deterministic: bool,
+) -> PackedKernel:
+    """Return the kernel for packed sequences: of training, log-probs and prompts.
 
     Args:
         device: `cpu`, `cuda`.
         dtype: the dtype of q, k and v: `fp32`, `bf16`.
-        has_flash_attn: whether the package flash-attn is installed.
+        capability: compute capability of the device; None if it has none, or it is not known.
+        installed: versions of the packages in `FLASH_MODULES` that are installed.
+        deterministic: whether gradients must be equal bit for bit.
     """
-    if not is_gpu(device) or dtype == "fp32":
-        return AttentionKernel.SDPA
-    return AttentionKernel.FLASH_ATTN if has_flash_attn else AttentionKernel.VARLEN
+    if not has_varlen_kernel(device, dtype):
+        why = "the cluster is cpu" if device == "cpu" else f"{dtype} has no variable-length kernel"
+        return PackedKernel(AttentionKernel.SDPA, None, why)
+    note = ""
+    if (version := installed.get(AttentionKernel.FLASH_ATTN_3)) is not None:
+        problem = _flash_attn_3_problem(version, capability, deterministic)
+        if not problem:
+            return PackedKernel(AttentionKernel.FLASH_ATTN_3, version, f"installed, {dtype}")
+        note = f"; {AttentionKernel.FLASH_ATTN_3} {problem}"
+    if (version := installed.get(AttentionKernel.FLASH_ATTN)) is not None:
+        return PackedKernel(AttentionKernel.FLASH_ATTN, version, f"installed, {dtype}{note}")
+    return PackedKernel(AttentionKernel.VARLEN, None, f"{dtype}, flash-attn is not installed{note}")
 
 
-def head_size_problem(kernel: AttentionKernel, head_size: int) -> str | None:
-    """Return the reason why a kernel cannot compute heads of a size; None if it can."""
-    if kernel not in (AttentionKernel.FLASH_ATTN, AttentionKernel.VARLEN):
+def _flash_attn_3_problem(version: str, capability: tuple[int, int] | None, deterministic: bool) -> str:
+    """Return the reason why flash-attn-3 does not compute attention; empty if it does.
+
+    With `deterministic=True` it refuses heads of more than 192, and gradients have been reported to differ
+    nevertheless (flash-attention#2244).
+    """
+    if Version(version) < _LEAST_FLASH_ATTN_3:
+        return f"{version} is older than {_LEAST_FLASH_ATTN_3}"
+    if capability != HOPPER:
+        found = "an unknown one" if capability is None else ".".join(map(str, capability))
+        return f"needs compute capability 9.0, not {found}"
+    return "does not keep deterministic=true" if deterministic else ""
+
+
+def head_size_problem(kernel: str, head_size: int) -> str | None:
+    """Return the reason why a kernel cannot compute heads of a size; None if it can.
+
+    Args:
+        kernel: a kernel for packed sequences, with or without its version.
+        head_size: the size of a query.
+    """
+    if kernel == AttentionKernel.SDPA:
         return None
     if head_size <= MAX_HEAD_SIZE and head_size % HEAD_SIZE_MULTIPLE == 0:
         return None
@@ -83,24 +155,25 @@ def decode_kernel(device: str, dtype: str) -> AttentionKernel:
 
 
 @cache
-def flash_attn_version() -> str | None:
-    """Return the version of the installed package flash-attn; None if there is none."""
-    return _installed_version("flash-attn")
+def flash_versions() -> Mapping[AttentionKernel, str]:
+    """Return the versions of the packages in `FLASH_MODULES` that are installed, from metadata alone."""
+    versions = {kernel: _installed_version(kernel) for kernel in FLASH_MODULES}
+    return {kernel: version for kernel, version in versions.items() if version is not None}
 
 
-def flash_attn_package() -> ModuleType:
-    """Import the package flash-attn.
+def flash_module(kernel: AttentionKernel) -> ModuleType:
+    """Import the module of a kernel in `FLASH_MODULES`.
 
     Raises:
-        BackendError: if it was built for another torch, or another CUDA.
+        BackendError: if its package was built for another torch, or another CUDA.
     """
     try:
-        return import_module("flash_attn")
+        return import_module(FLASH_MODULES[kernel])
     except (ImportError, OSError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise BackendError(
-            f"flash-attn {flash_attn_version()} cannot be imported with torch {metadata.version('torch')}: "
-            f"{reason}. Install a build for this torch, or uninstall flash-attn"
+            f"{kernel} {flash_versions().get(kernel)} cannot be imported with torch "
+            f"{metadata.version('torch')}: {reason}. Install a build for this torch, or uninstall {kernel}"
         ) from None
 
 
@@ -142,8 +215,50 @@ class KernelChoice(NamedTuple):
     why: str
 
 
+class Fp8Recipe(StrEnum):
+    """How products in FP8 find the scales of what they multiply, always from the values themselves.
+
+    The names are megatron's. Its delayed scaling, whose scales are those of earlier passes, is left out.
+    """
+
+    TENSORWISE = "tensorwise"
+    """A scale for each tensor, whose gradients have 2 bits of mantissa (E5M2), everything else 3 (E4M3)."""
+    BLOCKWISE = "blockwise"
+    """A scale for 128 values of a row, and for 128 x 128 values of a weight; E4M3."""
+    MXFP8 = "mxfp8"
+    """A scale, a power of 2, for 32 values; E4M3."""
+
+
+class Fp8Needs(NamedTuple):
+    """What a recipe needs of sizes and devices.
+
+    Sources: `assert_dim_for_fp8_exec`, `Quantizer.is_quantizable` (of rows that tensor ranks gather) and
+    `check_recipe_support` of Transformer Engine 2.9 to 2.11.
+    """
+
+    row_multiple: int
+    """The rows of a rank, and the hidden size, are a multiple of it."""
+    multiple: int
+    """The other sizes of the matrices of a rank, and the rows of an expert, are a multiple of it."""
+    capability: tuple[int, int]
+    """The least compute capability of CUDA."""
+    below: tuple[float, int] = (float("inf"), 0)
+    """The least compute capability that is too high."""
+
+    def fits(self, capability: tuple[int, int]) -> bool:
+        """Return whether a device with a compute capability computes the recipe."""
+        return self.capability <= capability < self.below
+
+
+FP8_NEEDS = {
+    Fp8Recipe.TENSORWISE: Fp8Needs(16, 16, (8, 9)),
+    Fp8Recipe.BLOCKWISE: Fp8Needs(128, 16, (9, 0)),
+    Fp8Recipe.MXFP8: Fp8Needs(32, 32, (10, 0), below=(12, 0)),
+}
+
+
 def choose_kernels(
-    setting: str, device: str, dtype: str, installed: TransformerEngine | None
+    setting: str, device: str, dtype: str, installed: TransformerEngine | None, fp8: str | None = None
 ) -> KernelChoice:
     """Return the kernels of a model.
 
@@ -152,7 +267,10 @@ def choose_kernels(
         device: `cpu` or `cuda`.
         dtype: the dtype of the forward pass, `fp32` or `bf16`.
         installed: Transformer Engine; None if it is not installed.
+        fp8: `models.NAME.fp8`, which only Transformer Engine computes.
     """
+    if fp8 is not None:
+        return KernelChoice(LayerKernels.TRANSFORMER_ENGINE, f"products in FP8, {fp8}")
     if setting != AUTO_KERNELS:
         return KernelChoice(LayerKernels(setting), "as set")
     if problem := unsupported(device, dtype) or install_problem(installed):

@@ -43,7 +43,7 @@ class ImageProcessor:
         Raises:
             DataError: if transformers does not take the settings.
         """
-        self.family, self.config, self._saved = family, config, saved
+        self.family, self.config = family, config
         try:
             self._processor = family.processor(config, saved)
         except (TypeError, ValueError, KeyError) as error:
@@ -91,11 +91,6 @@ class ImageProcessor:
             )
         expansions = [self.family.expansion(self.config, image.grid) for image in images]
         return parts[0] + "".join(map(str.__add__, expansions, parts[1:]))
-
-    def num_tokens(self, width: int, height: int) -> int:
-        """Return the number of tokens of an image of this size."""
-        grid = self.family.grid_of(self.config, self._saved, width, height)
-        return self.family.num_tokens(self.config, grid)
 
     def save(self, directory: Path) -> list[str]:
         """Write what transformers builds the same processor from; return the paths of the files."""

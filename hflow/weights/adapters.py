@@ -1,4 +1,4 @@
-"""Adapters on their way into an engine that adds them to its weights."""
+"""Adapters on their way into an engine that has them beside its weights, or adds them to these."""
 
 from __future__ import annotations
 
@@ -8,9 +8,17 @@ import torch
 from torch import Tensor
 
 from hflow.base.errors import RunError
-from hflow.types.tensor_slices import Block, slices_within, whole_box
+from hflow.types.tensor_slices import (
+    Block,
+    Box,
+    box_slices,
+    intersect,
+    numel,
+    slices_within,
+    whole_box,
+)
 from hflow.weights.buckets import IncomingTensor
-from hflow.weights.checksum import block_checksum
+from hflow.weights.checksum import block_checksum, checksums_of
 from hflow.weights.incoming import IncomingWeights
 
 A, B = "lora_A.weight", "lora_B.weight"
@@ -24,41 +32,71 @@ def merge(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
         base: some rows and columns of a matrix, `[outputs, inputs]`.
         a: the adapter's first matrix, `[r, inputs]`.
         b: the adapter's second matrix, `[outputs, r]`.
-        scale: alpha / r.
+        scale: the factor of adapters' output.
     """
     return (base.float() + scale * (b.float() @ a.float())).to(base.dtype)
 
 
-class MergedWeights(IncomingWeights):
-    """The weights of a rank with the adapters that it receives, tensor by tensor.
+class _Adapters(IncomingWeights):
+    """What a rank makes of the adapters that it receives; the bytes and checksums are those of what arrives.
 
-    What arrived and its checksum are those of the adapters. Iterate only once.
+    Args:
+        adapters: what the rank receives.
+        scale: alpha / r.
+    """
+
+    def __init__(self, adapters: IncomingWeights, scale: float) -> None:
+        super().__init__(None)
+        self._adapters = adapters
+        self._scale = scale
+
+    def _arrivals(self) -> Iterator[IncomingTensor]:
+        yield from self._adapters
+        self.num_bytes, self.checksum = self._adapters.num_bytes, self._adapters.checksum
+        self.local_checksum = self._adapters.local_checksum
+
+
+class ScaledAdapters(_Adapters):
+    """The adapters that a rank receives, with their scale as a factor of B. Iterate only once."""
+
+    def __iter__(self) -> Iterator[IncomingTensor]:
+        """Yield the matrices of all adapters; B is scaled in fp32."""
+        for arrived in self._arrivals():
+            if self._scale == 1 or not arrived.name.endswith(B):
+                yield arrived
+                continue
+            name, tensor, boxes, _ = arrived
+            scaled = (self._scale * tensor.float()).to(tensor.dtype)
+            shape = tuple(tensor.shape)
+            blocks = [Block(name, shape, box, scaled[box_slices(box)]) for box in boxes]
+            yield IncomingTensor(name, scaled, boxes, tuple(checksums_of(blocks)))
+
+
+class MergedWeights(_Adapters):
+    """The weights of a rank with the adapters that it receives, tensor by tensor. Iterate only once.
 
     Args:
         adapters: what the rank receives.
         base: the rank's blocks of the model without adapters, in host memory, by their tensor's name.
-        scale: alpha / r.
+        scale: the factor of adapters' output.
         device: where tensors are merged.
     """
 
     def __init__(
         self, adapters: IncomingWeights, base: Mapping[str, Block], scale: float, device: torch.device
     ) -> None:
-        super().__init__(None)
-        self._adapters = adapters
+        super().__init__(adapters, scale)
         self._base = base
-        self._scale = scale
         self._target = device
 
     def __iter__(self) -> Iterator[IncomingTensor]:
         """Receive all adapters, then yield every tensor of the model.
 
         Raises:
-            RunError: when an adapter lacks a matrix, or is of a tensor that the rank does not have.
+            RunError: when an adapter lacks a matrix, or a part that the rank needs, or is of a tensor that it
+                does not have.
         """
-        arrived = {tensor.name: tensor.tensor for tensor in self._adapters}
-        self.num_bytes, self.checksum = self._adapters.num_bytes, self._adapters.checksum
-        self.local_checksum = self._adapters.local_checksum
+        arrived = {tensor.name: tensor for tensor in self._arrivals()}
         targets = {name.removesuffix(end) for name in arrived for end in (A, B) if name.endswith(end)}
         for path in sorted(targets):
             if f"{path}weight" not in self._base or not {path + A, path + B} <= arrived.keys():
@@ -70,8 +108,9 @@ class MergedWeights(IncomingWeights):
             values, path = held.values.to(self._target), name.removesuffix("weight")
             if path in targets:
                 rows, columns = held.box
-                a = arrived[path + A][:, slice(*columns)].to(self._target)
-                b = arrived[path + B][slice(*rows)].to(self._target)
+                r = arrived[path + A].tensor.shape[0]
+                a = _part(arrived[path + A], ((0, r), columns)).to(self._target)
+                b = _part(arrived[path + B], (rows, (0, r))).to(self._target)
                 values = merge(values, a, b, self._scale)
             whole = whole_box(held.shape)
             shaped = values
@@ -79,3 +118,18 @@ class MergedWeights(IncomingWeights):
                 shaped = values.new_empty(held.shape)
                 shaped[slices_within(held.box, whole)] = values
             yield IncomingTensor(name, shaped, (held.box,), (block_checksum(held.block(values)),))
+
+
+def _part(arrived: IncomingTensor, box: Box) -> Tensor:
+    """Return a box of a matrix, of which each tensor rank receives what it needs.
+
+    Raises:
+        RunError: when a part of the box has not arrived.
+    """
+    overlaps = (intersect(other, box) for other in arrived.boxes)
+    if sum(numel(overlap) for overlap in overlaps if overlap is not None) < numel(box):
+        raise RunError(
+            f"{box} of {arrived.name} has not arrived, only {arrived.boxes}. If it happens again, the weight "
+            "route has a bug"
+        )
+    return arrived.tensor[slices_within(box, whole_box(tuple(arrived.tensor.shape)))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -196,9 +195,23 @@ def assemble_tensors(
         streams: streams of slices.
         storage: returns where tensors that are not one slice are assembled, if shape, dtype and device fit.
     """
-    merged = heapq.merge(*streams, key=lambda values: values.slice.position)
-    for _, slices in groupby(merged, key=lambda values: values.slice.position):
+    for _, slices in groupby(_merged(streams), key=lambda values: values.slice.position):
         yield _tensor(list(slices), storage)
+
+
+def _merged(streams: Sequence[Iterable[SliceValues]]) -> Iterator[SliceValues]:
+    """Yield slices in the order of the tensors, those of a tensor in the order of the streams.
+
+    `heapq.merge` would hold the first slice of the last stream, often a model's largest tensor, to the end.
+    """
+    iterators = [iter(stream) for stream in streams]
+    heads = {index: values for index, one in enumerate(iterators) if (values := next(one, None)) is not None}
+    while heads:
+        index = min(heads, key=lambda index: (heads[index].slice.position, index))
+        yield heads.pop(index)
+        if (values := next(iterators[index], None)) is not None:
+            heads[index] = values
+            del values
 
 
 def box_text(box: Box) -> str:

@@ -6,7 +6,7 @@ import os
 import socket
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
@@ -18,15 +18,16 @@ from hflow.planner.models.descriptors import descriptor
 from hflow.planner.plan.channels import channel_traits, near_channel
 from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.hardware import GIB
-from hflow.planner.plan.rows import AttentionChoice, LayerChoice, Plan, WeightRoute
+from hflow.planner.plan.rows import LayerChoice, Plan, WeightRoute
 from hflow.planner.plan.traits import BACKENDS, ENGINES
 from hflow.types.kernels import (
     TE_PACKAGE,
     AttentionKernel,
     LayerKernels,
-    flash_attn_package,
-    flash_attn_version,
+    flash_module,
+    flash_versions,
     installed_transformer_engine,
+    packed_kernel,
 )
 
 MIN_MEMORY_SHARE = 0.95
@@ -55,10 +56,10 @@ class ProcessDevices:
     """Name and version of each installed distribution that must be the same in all processes."""
     capability: tuple[int, int] = (0, 0)
     """CUDA's compute capability of that device; (0, 0) on CPUs."""
-    flash_attn: str | None = None
-    """Version of the package flash-attn; None if there is none."""
-    flash_attn_problem: str = ""
-    """Why flash-attn cannot be imported; empty if it can, or on CPUs."""
+    flash_attn: Mapping[AttentionKernel, str] = field(default_factory=dict)
+    """Packages with attention kernels -> version."""
+    flash_problems: Mapping[AttentionKernel, str] = field(default_factory=dict)
+    """Packages in `flash_attn` that cannot be imported -> reason; empty on CPUs."""
     transformer_engine: str | None = None
     """Version of the package transformer-engine; None if there is none."""
     expandable_segments: str = ""
@@ -83,8 +84,8 @@ def find_devices() -> ProcessDevices:
         problem=problem or (build_problem(found[0].name, capability_of(found[0])) if found else ""),
         versions=package_versions(),
         capability=capability_of(found[0]) if found else (0, 0),
-        flash_attn=flash_attn_version(),
-        flash_attn_problem=flash_attn_problem() if found else "",
+        flash_attn=flash_versions(),
+        flash_problems=flash_problems() if found else {},
         transformer_engine=None if (te := installed_transformer_engine()) is None else te.version,
         expandable_segments=expandable_segments(os.environ) if found else "",
         host_memory_bytes=machine_memory(),
@@ -136,15 +137,15 @@ def can_execute(built: Iterable[str], capability: tuple[int, int]) -> bool:
     return False
 
 
-def flash_attn_problem() -> str:
-    """Return the reason why flash-attn cannot be imported; empty if it can, or if there is none."""
-    if flash_attn_version() is None:
-        return ""
-    try:
-        flash_attn_package()
-    except BackendError as error:
-        return str(error)
-    return ""
+def flash_problems() -> dict[AttentionKernel, str]:
+    """Return the installed packages with attention kernels that cannot be imported, with the reasons."""
+    problems = {}
+    for kernel in flash_versions():
+        try:
+            flash_module(kernel)
+        except BackendError as error:
+            problems[kernel] = str(error)
+    return problems
 
 
 def expandable_segments(environment: Mapping[str, str]) -> str:
@@ -209,7 +210,7 @@ def check_devices(plan: Plan, found: Sequence[ProcessDevices], versions: Sequenc
             _check_gpu(where, process, plan.cluster)
             hosted = [replica for replica in plan.replicas if worker in replica.workers]
             names = {replica.name for replica in hosted}
-            _check_kernels(where, process, [c for c in plan.attention if c.replica in names])
+            _check_kernels(where, process, plan, names)
             _check_layers(where, process, [c for c in plan.layers if c.replica in names])
             _check_precision(where, process, {r.model for r in hosted if r.dtype == "bf16"})
             _check_allocator(where, process, [route for route in plan.weights if route.src in names])
@@ -267,21 +268,23 @@ def _check_gpu(where: str, process: ProcessDevices, cluster: ClusterSpec) -> Non
         )
 
 
-def _check_kernels(where: str, process: ProcessDevices, planned: Iterable[AttentionChoice]) -> None:
+def _check_kernels(where: str, process: ProcessDevices, plan: Plan, replicas: Collection[str]) -> None:
     """Refuse a process whose kernels for packed sequences are not the planned ones, or cannot be loaded."""
-    version = process.flash_attn
-    kernel = AttentionKernel.VARLEN if version is None else f"{AttentionKernel.FLASH_ATTN} {version}"
-    for choice in planned:
-        if not choice.kernel.startswith((AttentionKernel.FLASH_ATTN, AttentionKernel.VARLEN)):
+    device, deterministic = plan.cluster.device, plan.deterministic
+    own = packed_kernel(device, "bf16", process.capability, process.flash_attn, deterministic=deterministic)
+    for choice in plan.attention:
+        is_varlen = choice.kernel.startswith((AttentionKernel.FLASH_ATTN, AttentionKernel.VARLEN))
+        if choice.replica not in replicas or not is_varlen:
             continue
-        if choice.kernel != kernel:
-            theirs = f"flash-attn {version}" if version else "no flash-attn"
+        if choice.kernel != str(own):
+            depends_on_gpu = AttentionKernel.FLASH_ATTN_3 in process.flash_attn
             raise RunError(
-                f"{where} has {theirs}, but the plan computes the attention of {choice.replica} with "
-                f"{choice.kernel}, as installed on this machine. Install the same on all machines"
+                f"{where} computes attention with {own} ({own.why}), but the plan that of {choice.replica} "
+                f"with {choice.kernel} ({choice.why}). Install the same on all machines"
+                + (", and set a cluster of the devices that there are" if depends_on_gpu else "")
             )
-        if process.flash_attn_problem:
-            raise RunError(f"{where}: {process.flash_attn_problem}")
+        if own.kernel in process.flash_problems:
+            raise RunError(f"{where}: {process.flash_problems[own.kernel]}")
 
 
 def _check_layers(where: str, process: ProcessDevices, planned: Iterable[LayerChoice]) -> None:

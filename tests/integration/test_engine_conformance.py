@@ -3,19 +3,22 @@
 vLLM's scheduling is synchronous on a CPU; `async` is vLLM as on GPUs, with asynchronous scheduling.
 
 Models have grouped queries and a vocabulary that vLLM pads. One ties its embeddings; the other does not, and
-has fewer key-value heads than tensor ranks.
+has fewer key-value heads than tensor ranks. Those with adapters get these alone, of a rank that vLLM pads.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import copy
 import os
 import pickle
 import random
+import shutil
 import string
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -31,6 +34,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from vllm_script import Script
 
 from hflow.base.errors import BackendError, RunError
+from hflow.config.schema import LoraConfig
 from hflow.data.text.tokenizer import TextTokenizer, TokenizerSettings
 from hflow.engines.driver import EngineDriver
 from hflow.engines.interface import EngineSetup, GenerationEngine, GenerationResult, SamplingParams
@@ -43,6 +47,9 @@ from hflow.models.expert_tensors import stacked_views
 from hflow.models.hf_config import read_config
 from hflow.models.settings import ModelSettings
 from hflow.planner.models.descriptors import engine_kind
+from hflow.planner.plan.request import trained_shape
+from hflow.shapes.architectures import read_shape
+from hflow.shapes.model_shape import tensors
 from hflow.types.engine import SleepLevel
 from hflow.types.routed_experts import ROUTED_EXPERTS
 from hflow.weights.buckets import pack_buckets
@@ -84,6 +91,15 @@ ARCHITECTURES = {
     },
     "untied": {"model_type": "qwen3", **SIZES, "tie_word_embeddings": False, "num_key_value_heads": 1},
 }
+ADAPTED = {
+    "adapters": (
+        "untied",
+        LoraConfig(r=6, alpha=18, targets=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")),
+    ),
+    "experts-adapters": ("experts", LoraConfig(r=4, alpha=2)),
+}
+"""Name -> the architecture of the weights, whose seed is `BASE`, and the adapters beside them."""
+BASE = 3
 PROMPTS = ([1, 5, 6], [1, 9, 9, 4, 7, 11, 3, 8], [7], list(range(3, 99)), [1, 5, 6], [44, 30])
 
 Results = Mapping[int, GenerationResult]
@@ -138,7 +154,9 @@ class Subject:
 
 @cache
 def reference(architecture: str, seed: int) -> nn.Module:
-    """Build a model with the engine's architecture in transformers."""
+    """Build a model with the engine's architecture in transformers, with adapters merged."""
+    if architecture in ADAPTED:
+        return merged(architecture, adapters(architecture, seed))
     options = dict(ARCHITECTURES[architecture])
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -150,11 +168,41 @@ def reference(architecture: str, seed: int) -> nn.Module:
     return module.requires_grad_(False)
 
 
+def adapters(architecture: str, seed: int) -> dict[str, torch.Tensor]:
+    """Draw the adapters of an architecture of `ADAPTED`, by the names that trainers send them with."""
+    base, lora = ADAPTED[architecture]
+    shape = read_shape(ARCHITECTURES[base])
+    assert shape is not None
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        spec.name: 0.1 * torch.randn(spec.shape, generator=generator)
+        for spec in tensors(trained_shape(shape, lora))
+    }
+
+
+def merged(
+    architecture: str, of_adapters: Mapping[str, torch.Tensor], base: nn.Module | None = None
+) -> nn.Module:
+    """Return the model of an architecture of `ADAPTED` with adapters added to its weights: W + a/r B A."""
+    name_of_base, lora = ADAPTED[architecture]
+    module = copy.deepcopy(base or reference(name_of_base, BASE))
+    for name, a in of_adapters.items():
+        if name.endswith(".lora_A.weight"):
+            b = of_adapters[name.replace("lora_A", "lora_B")]
+            module.get_parameter(name.replace(".lora_A", "")).add_(lora.alpha / lora.r * b @ a)
+    return module
+
+
+def sent(architecture: str, seed: int) -> dict[str, torch.Tensor]:
+    """Return what a trainer sends of a model, by name."""
+    if architecture in ADAPTED:
+        return adapters(architecture, seed)
+    return named_weights(reference(architecture, seed))
+
+
 def weights_of(architecture: str, seed: int) -> IncomingWeights:
-    """Return a model's weights, as an engine's rank receives them."""
-    return IncomingWeights.of_tensors(
-        partial(list, list(named_weights(reference(architecture, seed)).items()))
-    )
+    """Return what a trainer sends of a model, as an engine's rank receives it."""
+    return IncomingWeights.of_tensors(partial(list, list(sent(architecture, seed).items())))
 
 
 def named_weights(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -186,13 +234,26 @@ def assert_logprobs(
     torch.testing.assert_close(torch.tensor(result.logprobs), expected, atol=TOLERANCE, rtol=0)
 
 
-def setup_of(architecture: str, tensor: int, **of_cache: int) -> EngineSetup:
-    settings = ModelSettings(name="actor", trainable=True, architecture=ARCHITECTURES[architecture], seed=3)
-    options = {"max_running": MAX_RUNNING, "max_model_len": MAX_LENGTH, **of_cache}
+def setup_of(architecture: str, tensor: int, **more: int) -> EngineSetup:
+    base, lora = ADAPTED.get(architecture, (architecture, None))
+    path = None if lora is None else saved_base(base)
+    shape = ARCHITECTURES[base] if lora is None else None
+    settings = ModelSettings(name="actor", trainable=True, architecture=shape, path=path, seed=3, lora=lora)
+    options = {"max_running": MAX_RUNNING, "max_model_len": MAX_LENGTH, **more}
     count = os.cpu_count() or 1
     cores = tuple((rank % count,) for rank in range(tensor)) if tensor > 1 else ()
     records = (ROUTED_EXPERTS,) if architecture == "experts" else ()
     return EngineSetup(settings, options, TOKENIZER, tensor=tensor, cores=cores, records=records)
+
+
+@cache
+def saved_base(architecture: str) -> str:
+    """Return the directory of a checkpoint with the weights of the seed `BASE`."""
+    directory = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, directory)
+    module: Any = reference(architecture, BASE)
+    module.save_pretrained(directory)
+    return directory
 
 
 def build(name: str, architecture: str, tensor: int, **of_cache: int) -> GenerationEngine:
@@ -224,11 +285,16 @@ ENGINES = {
     for name, architecture, tensor in (
         ("embedded", "tied", 1),
         ("embedded", "untied", 1),
+        ("embedded", "adapters", 1),
         ("vllm", "tied", 1),
         ("vllm", "untied", 2),
         ("vllm", "experts", 1),
         ("vllm", "experts", 2),
+        ("vllm", "adapters", 1),
+        ("vllm", "adapters", 2),
+        ("vllm", "experts-adapters", 1),
         ("async", "untied", 1),
+        ("async", "adapters", 1),
         ("async", "experts", 1),
         ("async", "experts", 2),
     )
@@ -351,7 +417,7 @@ def test_tokens_can_be_read_while_a_request_runs(subject: Subject) -> None:
     subject.load(3)
     engine = subject.engine
     for number, prompt in enumerate(PROMPTS[:2]):
-        engine.add(number, prompt, SamplingParams(max_tokens=40, seed=number))
+        engine.add(number, prompt, SamplingParams(max_tokens=400, seed=number))
     seen: dict[int, tuple[tuple[int, ...], tuple[float, ...]]] = {0: ((), ()), 1: ((), ())}
     results: dict[int, GenerationResult] = {}
     while engine.num_unfinished:
@@ -385,6 +451,7 @@ def test_each_token_has_the_version_that_drew_it(subject: Subject) -> None:
     """An update while requests run keeps their tokens, and drops what older weights have cached."""
     old = subject.load(3)
     first = subject.version
+    reference(subject.architecture, 11)  # building it takes longer than these requests
     ids = subject.add(PROMPTS[:5], [SamplingParams(max_tokens=1900, seed=7)] * 5)
     assert subject.run_for(10) == {}
     new = subject.load(11)
@@ -447,6 +514,7 @@ def test_recorded_experts_are_those_of_the_models_routers(recording: Subject) ->
 def test_tokens_keep_the_experts_of_older_weights_and_of_an_interruption(recording: Subject) -> None:
     old = recording.load(3)
     first = recording.version
+    reference(recording.architecture, 11)  # building it takes longer than these requests
     params = SamplingParams(max_tokens=1900, seed=7, record=(ROUTED_EXPERTS,))
     ids = recording.add(PROMPTS[:5], [params] * 5)
     assert recording.run_for(10) == {}
@@ -499,14 +567,18 @@ def test_new_weights_drop_cached_prompts(subject: Subject) -> None:
 def test_only_what_has_changed_arrives(subject: Subject) -> None:
     """The whole weights first, then the changes of a few entries, through shared memory."""
     settings, module = ChannelSettings("shared", "trainer", ""), copy.deepcopy(subject.load(3))
-    channel, sender, weights = make_channel(settings), DeltaSender("trainer"), named_weights(module)
+    has_adapters = subject.architecture in ADAPTED
+    weights = sent(subject.architecture, 3) if has_adapters else named_weights(module)
+    channel, sender = make_channel(settings), DeltaSender("trainer")
     receivers = tuple(range(subject.tensor))
     num_bytes = []
     for changes in range(3):
         if changes:
             for name, weight in weights.items():
-                if weight.ndim == 1 or "embed" in name:
+                if weight.ndim == 1 or "embed" in name or "lora_A" in name:
                     weight.view(-1)[changes::50] += 0.5
+        if has_adapters:
+            module = merged(subject.architecture, weights)
         subject.version += 1
         sender.start(subject.version)
         buckets = pack_buckets((piece, x.detach()) for piece, x in whole_slices(weights.items()))
@@ -565,14 +637,13 @@ def test_an_engine_wakes_as_it_slept(subject: Subject) -> None:
 
 
 def test_weights_of_another_model_are_refused(subject: Subject) -> None:
-    weights = named_weights(reference(subject.architecture, 3))
-    tensors = {name: tensor.clone() for name, tensor in weights.items()}
-    norm = next(name for name in tensors if "layernorm" in name)
+    weights = {name: tensor.clone() for name, tensor in sent(subject.architecture, 3).items()}
+    one = next(name for name in weights if "layernorm" in name or "lora_B" in name)
     changed = {
-        "new weights hold 'other', which the engine's model lacks": {**tensors, "other": torch.zeros(2)},
-        f"new weights have {norm!r} of shape": {**tensors, norm: torch.zeros(7)},
-        f"new weights lack 1 tensors of the engine's model, the first is {norm!r}": {
-            name: tensor for name, tensor in tensors.items() if name != norm
+        "new weights hold 'other', which the engine's model lacks": {**weights, "other": torch.zeros(2)},
+        f"new weights have {one!r} of shape": {**weights, one: torch.zeros(7)},
+        f"new weights lack 1 tensors of the engine's model, the first is {one!r}": {
+            name: tensor for name, tensor in weights.items() if name != one
         },
     }
     for message, other in changed.items():
@@ -582,6 +653,36 @@ def test_weights_of_another_model_are_refused(subject: Subject) -> None:
     module = subject.load(3)
     (result,) = subject.generate([PROMPTS[0]], SamplingParams(max_tokens=5))
     assert_logprobs(result, module, PROMPTS[0])
+
+
+@pytest.mark.long
+def test_an_adapter_that_keeps_old_values_is_found() -> None:
+    setup = setup_of("adapters", 1)
+    launch = replace(launch_of("vllm", setup), stepper="faulty_adapters:FaultyStepper")
+    subject = Subject("vllm", "adapters", 1, ProcessEngine(setup, launch))
+    subject.load(3)
+    subject.version = 100
+    stale = r"does not hold \[0:32, 0:6\] of 'model.layers.1.self_attn.v_proj.lora_B.weight' as received"
+    with pytest.raises(RunError, match=stale):
+        subject.load(11)
+    module = subject.load(11)
+    (result,) = subject.generate([PROMPTS[0]], SamplingParams(max_tokens=5))
+    assert_logprobs(result, module, PROMPTS[0])
+    subject.engine.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_adapters_can_be_merged(tensor: int) -> None:
+    """Where vLLM cannot have them beside its weights."""
+    setup = setup_of("adapters", tensor, merges_adapters=True)
+    subject = Subject("vllm", "adapters", tensor, engine_kind("vllm").factory(setup))
+    for seed in (3, 11):
+        module = subject.load(seed)
+        results = subject.generate(PROMPTS, SamplingParams(max_tokens=20, seed=seed))
+        for prompt, result in zip(PROMPTS, results, strict=True):
+            assert_logprobs(result, module, prompt)
+    subject.engine.close()
 
 
 WEIGHTS = (3, 11, 12, 3)

@@ -90,6 +90,24 @@ def test_a_resumed_run_restores_adapters_and_optimizer(summary: RunSummary, tmp_
     assert losses[0] == losses[1]
 
 
+def test_megatron_continues_what_torch_has_saved(summary: RunSummary, base: str, tmp_path: Path) -> None:
+    """With the reference on the base, and an engine that gets the adapters. The next step is torch's."""
+    copy = tmp_path / "interrupted"
+    shutil.copytree(summary.directory, copy, symlinks=True)
+    for step in (2, 3):
+        shutil.rmtree(copy / "checkpoints" / f"step-{step}")
+    megatron = [f"models.{name}.backend=megatron" for name in ("actor", "ref")]
+    compiled = compile_recipe(ROOT / RECIPE, [*COMMON, base, *megatron])
+    assert {r.name: r.base_of for r in compiled.plan.replicas}["ref@infer"] == "actor@train"
+    resumed = run_recipe.resume(str(copy), megatron, live=False)
+    assert resumed.steps == 3
+    rows, wanted = ({row["step"]: row for row in steps_of(s)} for s in (resumed, summary))
+    for name in ("actor_train/loss", "actor_train/grad_norm"):
+        assert rows[2][name] == pytest.approx(wanted[2][name], rel=1e-4, abs=1e-6)
+    assert rows[3][f"actor_train/{ENGINE_GAP_MAX.suffix}"] < 1e-5
+    assert adapter(resumed).keys() == adapter(summary).keys()
+
+
 def test_a_checkpoint_of_an_adapter_is_served_merged(summary: RunSummary, base: str, tmp_path: Path) -> None:
     """The merged model has the base's tensors; an adapter is not a path to train from."""
     served = find_checkpoint(str(summary.directory), [], None)

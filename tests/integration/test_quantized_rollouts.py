@@ -21,6 +21,7 @@ from runs import run, steps_of
 from torch import Tensor, nn
 
 from hflow.base.errors import RunError
+from hflow.config.schema import LoraConfig
 from hflow.engines.interface import SamplingParams
 from hflow.engines.process.engine import EngineLaunch, ProcessEngine
 from hflow.engines.vllm.engine import vllm_launch
@@ -34,6 +35,7 @@ ROWS = 128
 WIDE = {"hidden_size": 192, "intermediate_size": 320, "num_attention_heads": 6}
 """Sizes that blocks of 128 do not divide."""
 suite.ARCHITECTURES["wide"] = suite.ARCHITECTURES["tied"] | WIDE
+suite.ADAPTED["wide adapters"] = ("wide", LoraConfig(r=4, alpha=12))
 suite.ARCHITECTURES["wide untied"] = suite.ARCHITECTURES["untied"] | {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -83,6 +85,9 @@ def round_columns(linear: nn.Linear, num_ranks: int) -> None:
 @cache
 def quantized_reference(architecture: str, seed: int, num_ranks: int) -> Any:
     """Return the model in fp32, with the values that its weights have in vLLM."""
+    if architecture in suite.ADAPTED:
+        base = quantized_reference(suite.ADAPTED[architecture][0], suite.BASE, num_ranks)
+        return suite.merged(architecture, suite.adapters(architecture, seed), base)
     module: Any = copy.deepcopy(suite.reference(architecture, seed))
     for parameter in module.parameters():
         parameter.copy_(parameter.bfloat16())
@@ -101,7 +106,7 @@ def quantized_reference(architecture: str, seed: int, num_ranks: int) -> Any:
 
 def weights_in_bf16(architecture: str, seed: int) -> IncomingWeights:
     """Return a model's weights as a trainer sends them."""
-    named = suite.named_weights(suite.reference(architecture, seed))
+    named = suite.sent(architecture, seed)
     return IncomingWeights.of_tensors(partial(list, [(name, x.bfloat16()) for name, x in named.items()]))
 
 
@@ -149,6 +154,7 @@ def build(architecture: str, tensor: int) -> ProcessEngine:
     scope="module",
     params=[
         pytest.param(("wide", 1), id="dense"),
+        pytest.param(("wide adapters", 1), id="adapters"),
         pytest.param(("wide untied", 2), id="t2", marks=pytest.mark.long),
         pytest.param(("wide experts", 1), id="experts", marks=pytest.mark.long),
     ],
@@ -176,8 +182,8 @@ FAULTS = {
 
 
 def test_a_layer_that_keeps_old_weights_is_found(subject: Subject) -> None:
-    if subject.tensor > 1:
-        pytest.skip("faults are those of a rank in the engine's process")
+    if subject.tensor > 1 or subject.architecture in suite.ADAPTED:
+        pytest.skip("faults are those of weights that arrive in the engine's process")
     for version, message in FAULTS.items():
         with pytest.raises(RunError, match=message):
             subject.send(5, version)

@@ -66,6 +66,53 @@ def test_a_recipe_of_answers_learns(name: str, changes: list[str], rows: list[st
     assert largest_difference(first, second) > 1e-5
 
 
+IN_GRPO = {
+    "vespo": {"nodes.actor_train": "nodes.vespo_train"},
+    "high entropy": {"nodes.actor_train": "nodes.high_entropy_train"},
+    "optimal token baseline": {
+        "nodes.group_advantage": "use(nodes.logit_gradient_inf, actor, k=4), nodes.optimal_token_advantage"
+    },
+    "roles": {"nodes.group_advantage": 'use(nodes.role_advantage, reads={"role": "answer"})'},
+    "adaptive entropy": {
+        "score,\n": "score, use(nodes.entropy_inf, actor), nodes.adaptive_entropy,\n",
+    },
+    "best and worst": {
+        "score,\n": "score, use(nodes.best_worst_mask, best=2),\n",
+        'prox="none"': 'prox="none", mask="is_kept"',
+    },
+    "maxrl": {"nodes.group_advantage": "nodes.maxrl_advantage"},
+    "best": {"nodes.group_advantage": "nodes.best_advantage"},
+}
+"""What takes the place of a node of `recipes/grpo.py`."""
+
+
+@pytest.mark.first(6)
+@pytest.mark.parametrize("name", IN_GRPO)
+def test_a_node_takes_the_place_of_another(name: str, rows: list[str], tmp_path: Path) -> None:
+    text = (ROOT / "recipes" / "grpo.py").read_text()
+    for old, new in IN_GRPO[name].items():
+        assert old in text
+        text = text.replace(old, new)
+    recipe = tmp_path / "grpo.py"
+    recipe.write_text(text)
+    (tmp_path / "grpo.yaml").write_text((ROOT / "recipes" / "grpo.yaml").read_text())
+    summary = run(recipe, tmp_path / "runs", *ALONE, *ACTOR, *SMALL, *rows)
+    for row in steps_of(summary):
+        assert [key for key, value in row.items() if not math.isfinite(value)] == []
+    assert max(row[key] for row in steps_of(summary) for key in row if key.endswith("/grad_norm")) > 0
+
+
+def test_kto_learns_from_single_answers(tmp_path: Path) -> None:
+    options = ["steps=20", "batch=64", "+model@models.actor=tiny-qwen2", "+data.train.generator=labelled"]
+    options += ["models.actor.path=hflow:addition", "models.actor.optim.lr=1e-4"]
+    rows = steps_of(run(HERE / "kto.py", tmp_path, *ALONE, *options))
+    assert rows[0]["kto/loss"] == pytest.approx(0.5)  # sigmoid(0) of both kinds
+    assert rows[0]["kto/reference_point"] == 0
+    assert sum(row["kto/loss"] for row in rows[-10:]) / 10 < 0.46
+    assert sum(row["kto/accuracy"] for row in rows[-10:]) / 10 > 0.5
+    assert max(row["kto/reference_point"] for row in rows) > 0
+
+
 def test_dapo_trains_on_groups_with_a_spread_only(rows: list[str], tmp_path: Path) -> None:
     summary = run("recipes/dapo.py", tmp_path, *ALONE, *ACTOR, *SMALL, *rows)
     rows_of_steps = steps_of(summary)

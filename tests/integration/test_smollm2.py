@@ -127,9 +127,11 @@ def test_a_layout_computes_what_one_process_does(
     [
         (["models.actor.gen.engine=vllm"], 1e-4),
         (["models.actor.lora.r=8", "models.actor.optim.lr=1e-3"], 1e-6),
+        (["models.actor.gen.engine=vllm", "models.actor.lora.r=12", "models.actor.optim.lr=1e-3"], 1e-6),
         (["models.actor.backend=megatron"], 1e-6),
+        (["models.actor.backend=megatron", "models.actor.lora.r=8", "models.actor.optim.lr=1e-3"], 1e-6),
     ],
-    ids=["vllm", "lora", "megatron"],
+    ids=["vllm", "lora", "vllm-lora", "megatron", "megatron-lora"],
 )
 def test_engine_and_trainer_agree_after_an_update(
     changes: list[str],

@@ -13,14 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch_kit
 import vision_kit as kit
 
+from hflow.config.schema import LoraConfig
 from hflow.data.images.files import read_image
 from hflow.engines.embedded.engine import EmbeddedEngine
 from hflow.engines.interface import EngineSetup, GenerationResult, SamplingParams
 from hflow.engines.process.engine import ProcessEngine
 from hflow.engines.vllm.memory import CPU_BLOCK_TOKENS, STEP_TOKENS
+from hflow.models.adapter import adapter_weights
+from hflow.models.settings import RankPosition
 from hflow.planner.models.descriptors import engine_kind
 from hflow.training.fsdp.backend import TorchModel
 from hflow.types.engine import SleepLevel
@@ -244,5 +248,28 @@ def test_a_checkpoint_is_read_but_not_its_processor(family: str, tmp_path: Path)
     engine = engine_kind("vllm").factory(EngineSetup(settings, OPTIONS, kit.tokenizer(family)))
     engine.set_version(1)
     drawn = Subject(family, 1, engine).generate(groups(family), SamplingParams(max_tokens=4))
+    engine.close()
+    kit.assert_logprobs(backend, drawn)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("family", "tensor"), [*((name, 1) for name in kit.ARCHITECTURES), ("smolvlm", 2)])
+def test_adapters_are_beside_the_language_model(family: str, tensor: int, tmp_path: Path) -> None:
+    """Modules of towers have the names of targets, too."""
+    pytest.importorskip("peft")
+    trainer(family, 6).save(str(tmp_path))()
+    lora = LoraConfig(r=4, alpha=12)
+    settings = replace(kit.settings(family, lora=lora), path=str(tmp_path), architecture=None)
+    backend = TorchModel(settings, RankPosition())
+    module = backend.shared_module()
+    assert module is not None
+    for weight in adapter_weights(module).values():
+        torch.nn.init.normal_(weight, std=0.1)
+    cores = tuple((rank % 2,) for rank in range(tensor)) if tensor > 1 else ()
+    setup = EngineSetup(settings, OPTIONS, kit.tokenizer(family), tensor=tensor, cores=cores)
+    engine = engine_kind("vllm").factory(setup)
+    weights = [(name, x.detach()) for name, x in torch_kit.weights(backend).items()]
+    engine.load_weights([IncomingWeights.of_tensors(partial(list, weights))] * tensor, 1)
+    drawn = Subject(family, tensor, engine).generate(groups(family), SamplingParams(max_tokens=8))
     engine.close()
     kit.assert_logprobs(backend, drawn)

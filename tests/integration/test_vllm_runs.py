@@ -102,9 +102,23 @@ def test_two_tensor_ranks_on_the_trainers_devices(
 
 
 @pytest.mark.long
+def test_tensor_ranks_merge_the_adapters_of_megatrons(tmp_path: Path, two_processes: RayActors) -> None:
+    """Each rank of the engine takes its part of the adapters, which are the trainer's in every step."""
+    options = [*GRPO, "batch=4", "steps=3", "cluster=cpu-1x2", "models.actor.backend=megatron"]
+    options += ["models.actor.layout=t2", "models.actor.gen.layout=t2", "models.actor.gen.transport=store"]
+    options += [f"models.actor.path={save_base(tmp_path / 'base', GRPO)}", "models.actor.optim.lr=1e-2"]
+    options += ["models.actor.lora={r: 4, alpha: 8}"]
+    summary = run("recipes/grpo.py", tmp_path, *options, processes=two_processes)
+    assert (summary.reason, summary.steps) == ("done", 3)
+    assert_versions(summary.directory)
+    for row in steps_of(summary):
+        assert 0 < row[f"actor_train/{ENGINE_GAP_MAX.suffix}"] < 1e-4
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("transport", ["collective", "shared", "disk"])
 def test_a_sync_in_the_middle_of_answers(transport: str, tmp_path: Path, two_processes: RayActors) -> None:
-    """Of the weights, or by files of adapters, which the engine adds to its weights."""
+    """Of the weights, or by files of adapters, which the engine has beside its weights."""
     options = [*LONG, "steps=5", f"models.actor.gen.transport={transport}"]
     if transport == "disk":
         options += [

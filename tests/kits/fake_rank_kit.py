@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hflow.config.schema import LoraConfig
 from hflow.models.settings import ModelSettings, RankPosition
 from hflow.planner.forecast.communicators import rank_groups
 from hflow.planner.forecast.cost.flops import Work
@@ -75,6 +76,12 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
     """Of `models.NAME`."""
 
+    @property
+    def asked(self) -> dict[str, Any]:
+        """The settings with their defaults here."""
+        asked = {"dtype": "bf16", "sequence_parallel": False, **self.settings}
+        return asked | ({"lora": LoraConfig(**asked["lora"])} if "lora" in asked else {})
+
 
 Figures = dict[str, Any]
 """Bytes of `weights`, `gradients` and `optimizer`, `groups`, and `collectives`: kind -> [number, bytes]."""
@@ -92,7 +99,7 @@ def planned(case: Case) -> Figures:
     """Return the planner's figures for a rank."""
     layout, shape = Layout.parse(case.layout), shape_of(case)
     stage = layout.coords(RankOrder.TRAIN, case.rank)[2]
-    asked = {"dtype": "bf16", "sequence_parallel": False, **case.settings}
+    asked = case.asked
     rank = memory_kit.rank(shape, case.layout, case.backend, stage=stage, on_cpu=False, **asked)
     kept = dict.fromkeys(("weights", "gradients", "optimizer"), 0)
     for key, size in training_backend(case.backend).memory.model_state(rank).items():
@@ -198,9 +205,10 @@ def megatron_rank(settings: ModelSettings, position: RankPosition) -> tuple[Any,
         buffers = [*module.buffers, *module.expert_parallel_buffers]
         masters = [master.shard for master in optimizer.ranges.values()]
         states = [state for part in optimizer._parts for state in part.optimizer.state.values()]
+        frozen = [weight for weight in module.parameters() if not weight.requires_grad]
         moments = [[state["exp_avg"], state["exp_avg_sq"]] for state in states]
         return {
-            "weights": sum(num_bytes(buffer.param_data) for buffer in buffers),
+            "weights": num_bytes(frozen) + sum(num_bytes(buffer.param_data) for buffer in buffers),
             "gradients": sum(num_bytes(buffer.grad_data) for buffer in buffers),
             "optimizer": num_bytes(masters) + num_bytes(moments),
         }
@@ -233,7 +241,15 @@ def replace_in_megatron() -> None:
     from megatron.core.distributed import param_and_grad_buffer
     from megatron.core.transformer.moe import token_dispatcher
 
-    from hflow.training.megatron import context_parallel
+    from hflow.training.megatron import checkpoint_reader, context_parallel
+
+    draw = checkpoint_reader._drawn_adapters
+
+    def real_adapters(*args: Any) -> dict[str, torch.Tensor]:
+        with unset_fake_temporarily():  # peft swaps tensors, which fake ones refuse
+            return draw(*args)
+
+    checkpoint_reader._drawn_adapters = real_adapters
 
     @contextmanager
     def one_by_one(group: object, **options: object) -> Iterator[Any]:
@@ -277,12 +293,7 @@ def found(case: Case) -> Figures:
         name="actor",
         trainable=True,
         architecture=case.architecture,
-        **{
-            "dtype": "bf16",
-            "sequence_parallel": False,
-            "tokens_per_microbatch": sum(LENGTHS),
-            **case.settings,
-        },
+        **{"tokens_per_microbatch": sum(LENGTHS), **case.asked},
     )
     position = RankPosition(dist.group.WORLD, layout)
     call = kit.call(lambda out: -out.logprobs, "token", [], reduce="token-mean")

@@ -81,14 +81,23 @@ def late_gathers(are_late: bool) -> Iterator[None]:
 
 def train(rank: int, path: Path, groups: Groups) -> None:
     megatron_optimizer.BUCKET_PARAMETERS = twins.BUCKET_PARAMETERS
-    for number, turn in enumerate(twins.ROUNDS):
-        with late_gathers(number % 2 == 0):
-            train_turn(rank, path, groups, turn)
+    train_rounds(rank, path, groups, twins.ROUNDS)
     if rank in twins.FIRST:
         train_on_nan(groups[twins.FIRST], path)
         start_in_bf16(groups[twins.FIRST], path)
     if rank == 0:
         train_alone(path)
+
+
+def train_adapters(rank: int, path: Path, groups: Groups) -> None:
+    megatron_optimizer.BUCKET_PARAMETERS = twins.BUCKET_ADAPTERS
+    train_rounds(rank, path, groups, twins.ADAPTER_ROUNDS)
+
+
+def train_rounds(rank: int, path: Path, groups: Groups, rounds: list[dict[tuple[int, ...], Any]]) -> None:
+    for number, turn in enumerate(rounds):
+        with late_gathers(number % 2 == 0):
+            train_turn(rank, path, groups, turn)
 
 
 def train_turn(rank: int, path: Path, groups: Groups, turn: dict[tuple[int, ...], twins.Twin]) -> None:
@@ -108,7 +117,7 @@ def train_twin(twin: twins.Twin, group: Any, path: Path) -> None:
     torch.save((metrics, weights), path / f"{twin.name}.{group.rank()}.pt")
     if twin.pipe == 1:
         assert len(backend._optimizer.module.bucket_groups) > 2
-    if twin.dtype == "bf16":
+    if twin.dtype == "bf16" or "adapters" in twin.node:
         backend.save(str(path / f"{twin.name} saved"))()
 
 

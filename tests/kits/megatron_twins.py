@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch_kit as kit
 
-from hflow.config.schema import OptimConfig
+from hflow.config.schema import LoraConfig, OptimConfig
 from hflow.data.batches.batch import Batch, Column
 from hflow.shapes.layout import Layout
 from hflow.training.interface import NodeCall, TrainShard
@@ -52,6 +52,19 @@ NODES: dict[str, tuple[NodeCall, dict[str, Any]]] = {
         kit.call(kit.ppo, "token", [*kit.TOKEN_READS, kit.REPLAY], metrics=True, reduce="token-mean"),
         {},
     ),
+    "adapters": (
+        kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean", epochs=2),
+        {"lora": LoraConfig(r=4, alpha=8, save_merged=True)},
+    ),
+    "few adapters": (
+        kit.call(sft, "token", [], reduce="token-mean"),
+        {"lora": LoraConfig(r=3, alpha=8, targets=("v_proj", "down_proj", "gate_proj"))},
+    ),
+    "critic with adapters": (kit.VALUE, {"head": "value", "lora": LoraConfig(r=4, alpha=8)}),
+    "experts with adapters": (
+        kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean"),
+        {"lora": LoraConfig(r=4, alpha=8)},
+    ),
 }
 """A call, and the settings of its model. PPO makes four updates a step and looks at the entropy."""
 EXPERTS = kit.ARCHITECTURE | {
@@ -63,8 +76,8 @@ EXPERTS = kit.ARCHITECTURE | {
 }
 """The model of nodes with experts."""
 
-BUCKET_PARAMETERS = 1000
-"""Small enough for several buckets of gradients and weights."""
+BUCKET_PARAMETERS, BUCKET_ADAPTERS = 1000, 100
+"""Small enough for several buckets of gradients and weights, and of adapters."""
 SP, NO_SP = {"sequence_parallel": True}, {"sequence_parallel": False}
 RECOMPUTED = {"activation_checkpointing": True}
 BF16 = {"dtype": "bf16"}
@@ -166,6 +179,31 @@ ROUNDS: list[dict[tuple[int, ...], Twin]] = [
     {ALL: Twin("replayed experts", tensor=2, context=2, expert=2, settings=RECOMPUTED)},
 ]
 """What the ranks compute, one round after the other."""
+ADAPTER_ROUNDS: list[dict[tuple[int, ...], Twin]] = [
+    {
+        FIRST: Twin("adapters", tensor=2, settings=SP),
+        SECOND: Twin("adapters", pipe=2, settings=RECOMPUTED, budget=1),
+    },
+    {
+        FIRST: Twin("adapters", data=2, settings={"offload": "all"}, budget=20),
+        SECOND: Twin("few adapters", tensor=2, settings=NO_SP, budget=1000),
+    },
+    {
+        FIRST: Twin("critic with adapters", pipe=2),
+        SECOND: Twin("few adapters", context=2, settings=RECOMPUTED),
+    },
+    {ALL: Twin("adapters", data=2, tensor=2, settings=SP | RECOMPUTED)},
+    {ALL: Twin("few adapters", tensor=4, settings=SP)},  # each of two key-value heads on two ranks
+    {ALL: Twin("adapters", tensor=4, settings=NO_SP)},
+    {ALL: Twin("critic with adapters", tensor=2, pipe=2, settings=NO_SP)},
+    {ALL: Twin("experts with adapters", data=2, tensor=2, expert=2)},
+    {
+        FIRST: Twin("adapters", tensor=2, settings=SP | BF16),
+        SECOND: Twin("adapters", data=2, settings=BF16 | {"offload": "optimizer"}),
+    },
+]
+"""The same for models with adapters."""
+ADAPTER_TWINS = {twin.name: twin for turn in ADAPTER_ROUNDS for twin in turn.values()}
 TWINS = {twin.name: twin for turn in ROUNDS for twin in turn.values()}
 
 
@@ -207,6 +245,8 @@ def settings(twin: Twin, checkpoint: Path) -> dict[str, Any]:
 
 def _start(node: str, checkpoint: Path) -> Path:
     """Return the checkpoint that a node starts from. Models with experts and reward models have their own."""
+    if (checkpoint / node).is_dir():
+        return checkpoint / node
     own = checkpoint / ("experts" if "experts" in node else NODES[node][1].get("head", "lm"))
     return own if own.is_dir() else checkpoint
 
@@ -335,6 +375,13 @@ def train(rank: int, directory: str) -> None:
     import megatron_twin_ranks
 
     megatron_twin_ranks.run(rank, Path(directory), megatron_twin_ranks.train)
+
+
+def train_adapters(rank: int, directory: str) -> None:
+    """Run a rank that trains adapters."""
+    import megatron_twin_ranks
+
+    megatron_twin_ranks.run(rank, Path(directory), megatron_twin_ranks.train_adapters)
 
 
 def infer(rank: int, directory: str) -> None:

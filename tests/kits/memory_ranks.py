@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch_kit
 
-from hflow.config.schema import OptimConfig
+from hflow.config.schema import LoraConfig, OptimConfig
 from hflow.models.settings import ModelSettings, RankPosition
 from hflow.shapes.layout import Layout
 from hflow.training.interface import TrainShard
@@ -33,6 +33,7 @@ class Case:
     dtype: str
     recompute: bool
     is_dense: bool = False
+    has_adapters: bool = False
 
     @property
     def architecture(self) -> dict[str, Any]:
@@ -42,7 +43,8 @@ class Case:
     @property
     def asked(self) -> dict[str, Any]:
         """The settings besides the layout."""
-        return {"dtype": self.dtype, "activation_checkpointing": self.recompute}
+        adapters = {"lora": LoraConfig(r=8)} if self.has_adapters else {}
+        return {"dtype": self.dtype, "activation_checkpointing": self.recompute, **adapters}
 
 
 CASES = (
@@ -54,6 +56,9 @@ CASES = (
     Case("d4e4", "fp32", recompute=True),
     Case("d2t2", "fp32", recompute=False, is_dense=True),
     Case("d2t2", "bf16", recompute=True, is_dense=True),
+    Case("d1", "fp32", recompute=False, is_dense=True, has_adapters=True),
+    Case("d2t2", "fp32", recompute=False, is_dense=True, has_adapters=True),
+    Case("d2t2", "bf16", recompute=True, is_dense=True, has_adapters=True),
 )
 SEQUENCES, LENGTH = 16, 64
 """Of each data rank."""

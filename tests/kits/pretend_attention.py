@@ -1,17 +1,43 @@
 """The flash kernels of torch, computed densely on the CPU for the pretend accelerator.
 
-They refuse the dtypes, head sizes and index types that CUDA's kernels refuse.
+They refuse the dtypes, head sizes and index types that CUDA's kernels refuse. Stand-ins for packages compute
+with them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+import json
+from collections.abc import Callable, Iterator
+from inspect import Parameter, Signature
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from hflow.types.kernels import AttentionKernel, head_size_problem
+
+SIGNATURES = Path(__file__).parents[1] / "fixtures" / "signatures.json"
+
+
+def stand_in(kernel: AttentionKernel) -> Callable[..., Tensor]:
+    """Return a stand-in for the function of a package: it takes the package's parameters, and no others."""
+    packages = json.loads(SIGNATURES.read_text()).items()
+    (of_package,) = (functions for name, functions in packages if name.startswith(f"{kernel} "))
+    names = of_package["flash_attn_varlen_func"]
+    signature = Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names])
+
+    def flash_attn_varlen_func(*args: Any, **kwargs: Any) -> Tensor:
+        given = signature.bind_partial(*args, **kwargs).arguments
+        q, k, v = (given.pop(name) for name in "qkv")
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        places = [given.pop(f"{name}_{x}") for name in ("cu_seqlens", "max_seqlen") for x in "qk"]
+        scale = given.pop("softmax_scale")
+        assert given == {"causal": True, "deterministic": False}
+        return varlen_attn(q, k, v, *places, scale=scale, window_size=(-1, 0))
+
+    return flash_attn_varlen_func
 
 
 class _Sequence(NamedTuple):

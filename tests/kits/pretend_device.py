@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +95,11 @@ _ALREADY_REGISTERED = 712
 _freed: set[int] = set()
 """Addresses of storages whose memory is free."""
 _owners: dict[int, tuple[torch.UntypedStorage, _Stream]] = {}
-"""Address -> memory that was made while work is deferred, and the stream that it was made on."""
+"""Address -> the memory of a tensor on the device, and the stream that it was made on."""
 _counted: dict[int, Memory] = {}
 """Address of a storage whose bytes count -> where."""
+_notes: list[Callable[[torch.UntypedStorage], None]] = []
+"""Functions that are called with all memory that is allocated."""
 _streams: weakref.WeakSet[_Stream] = weakref.WeakSet()
 _is_deferred = False
 _here = threading.local()
@@ -141,10 +144,12 @@ def _to_device(tensor: Tensor) -> Tensor:
     moved: Tensor = torch.utils.dlpack.from_dlpack(capsule)
     if _memory is not None:
         _count(_memory, moved.untyped_storage())
-    if _is_deferred:
-        owner = tensor.untyped_storage()
-        _owners[owner.data_ptr()] = owner, _current_stream()
-        weakref.finalize(moved.untyped_storage(), _free, owner.data_ptr())
+    storage = moved.untyped_storage()
+    for note in _notes:
+        note(storage)
+    if storage.nbytes():
+        _owners[storage.data_ptr()] = tensor.untyped_storage(), _current_stream()
+        weakref.finalize(storage, _free, storage.data_ptr()).atexit = False
     return moved
 
 
@@ -158,7 +163,7 @@ def _to_cpu(tensor: Tensor) -> Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
     memory = torch._C._construct_storage_from_data_pointer(address, _CPU, size)
     cpu = torch.empty(0, dtype=tensor.dtype)
-    cpu.owner = _owners.get(address)  # type: ignore[attr-defined]  # deferred work needs it after the tensor
+    cpu.owner = _owners[address]  # type: ignore[attr-defined]  # deferred work needs it after the tensor
     return cpu.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
@@ -166,11 +171,26 @@ def _free(address: int) -> None:
     """Overwrite freed memory on its own stream, at once if another stream still has work with it."""
     memory, own = _owners.pop(address)
     if any(stream is not own and stream.uses(address) for stream in tuple(_streams)):
-        own.give(lambda: ctypes.memset(memory.data_ptr(), 0xFF, memory.nbytes()))
+        own.give(partial(_overwrite, memory))
         own.run()
 
 
+def _overwrite(memory: torch.UntypedStorage) -> None:
+    """Fill memory, which exists as long as the work that does so, with NaN in every float type."""
+    ctypes.memset(memory.data_ptr(), 0xFF, memory.nbytes())
+
+
 # ------------------------------------------------------------------------- allocated bytes
+@contextmanager
+def allocations(note: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Call a function with all memory that is allocated inside."""
+    _notes.append(note)
+    try:
+        yield
+    finally:
+        _notes.remove(note)
+
+
 @dataclass
 class Memory:
     """What is allocated on the device of what was made inside of `memory()`."""
@@ -220,14 +240,16 @@ def _count(counted: Memory, storage: torch.UntypedStorage) -> None:
 # ----------------------------------------------------------------------------- streams
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Let streams do their work as late as they may."""
+    """Let streams do their work as late as they may. What is left after an error is dropped."""
     global _is_deferred
     _is_deferred = True
     try:
         yield
-    finally:
         for stream in tuple(_streams):
             stream.run()
+    finally:
+        for stream in tuple(_streams):
+            stream.drop()
         _is_deferred = False
 
 
@@ -261,7 +283,8 @@ class _Stream:
     """Work that is done in the order in which it was given."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self.num_given = self.num_done = 0
+        self.num_given = self.num_done = self._num_wanted = 0
+        self._is_running = False
         self._work: deque[tuple[Callable[[], Any], frozenset[int], _Event | None]] = deque()
         self._lock = threading.RLock()
         _streams.add(self)
@@ -289,16 +312,32 @@ class _Stream:
             self.run()
 
     def run(self, num: int | None = None) -> None:
-        """Do all work, or only until so many pieces of it are done, after all work that these wait for."""
+        """Do all work, or only until so many pieces of it are done, after all work that these wait for.
+
+        A piece that frees memory may call this; then the call that does this piece does the rest.
+        """
         with self._lock:
             last = self.num_given if num is None else num
+            if self._is_running:
+                self._num_wanted = max(self._num_wanted, last)
+                return
             for _, _, event in tuple(self._work)[: max(0, last - self.num_done)]:
                 if event is not None:
                     event.happen()
-            while self.num_done < last:
-                self._work[0][0]()
-                self._work.popleft()
-                self.num_done += 1
+            while self.num_done < max(last, self._num_wanted):
+                self._is_running = True
+                try:
+                    self._work[0][0]()
+                finally:
+                    self._is_running = False
+                    self._work.popleft()
+                    self.num_done += 1
+
+    def drop(self) -> None:
+        """Do nothing of what is left."""
+        with self._lock:
+            self._work.clear()
+            self.num_done = self._num_wanted = self.num_given
 
     def uses(self, address: int) -> bool:
         """Return whether work that is not done reads or writes memory."""
@@ -379,16 +418,14 @@ def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
     if storage.device.type != NAME:
         return _resize_storage(storage, size)
     address = storage.data_ptr()
-    nbytes = storage.nbytes()
     if size:
         if address in _freed and _memory is not None:
             _count(_memory, storage)
         _freed.discard(address)
     elif address not in _freed:
         if (counted := _counted.pop(address, None)) is not None:
-            counted.num_bytes -= nbytes
-        # NaN in every float type. Its own stream still does what it was given before.
-        _current_stream().give(lambda: ctypes.memset(address, 0xFF, nbytes))
+            counted.num_bytes -= storage.nbytes()
+        _current_stream().give(partial(_overwrite, _owners[address][0]))  # after what it was given before
         _freed.add(address)
         weakref.finalize(storage, _freed.discard, address)
     return storage

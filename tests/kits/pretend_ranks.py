@@ -57,6 +57,7 @@ TWINS = (
     twins.Twin("sft", pipe=2, settings=twins.RECOMPUTED),
     twins.Twin("experts", data=2, expert=2, budget=20),
     twins.Twin("critic", context=2),
+    twins.Twin("adapters", tensor=2, settings=twins.SP | twins.RECOMPUTED),
 )
 
 

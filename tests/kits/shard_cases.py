@@ -98,11 +98,21 @@ EXPERT_PAIRS = [
     ("megatron t2", "megatron d2c2e2"),
     ("megatron d2c2e2", "torch d2"),
 ]
+ADAPTERS = sides("adapters")
+ADAPTER_PAIRS = [
+    ("torch d1", "megatron t2"),
+    ("torch d2", "megatron d2t2"),
+    ("megatron t2", "megatron p2"),
+    ("megatron p2", "torch d2"),
+    ("megatron d2t2", "megatron t4"),
+    ("megatron t4", "torch d1"),
+]
 Exchange = tuple[dict[str, Side], list[tuple[str, str]]]
 EXCHANGES: list[Exchange] = [
     (PPO, PAIRS),
     (CRITIC, CRITIC_PAIRS),
     (EXPERTS, EXPERT_PAIRS),
+    (ADAPTERS, ADAPTER_PAIRS),
     (HALF, HALF_PAIRS),
 ]
 

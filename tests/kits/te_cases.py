@@ -14,6 +14,7 @@ from typing import Any
 import megatron_kit as kit
 import megatron_twins as twins
 import shard_cases
+import torch_kit
 
 STAND_IN = Path(__file__).parent / "te_stand_in"
 """To be in `sys.path` before megatron is imported."""
@@ -51,6 +52,49 @@ ROUNDS: list[dict[tuple[int, ...], twins.Twin]] = [
 ]
 """What trains, one round after the other. Every second round adds gradients of weights in the products."""
 TWINS = {one.name: one for turn in ROUNDS for one in turn.values()}
+
+FP8_MODELS: dict[str, dict[str, Any]] = {
+    "fp8": {
+        **torch_kit.ARCHITECTURE,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "head_dim": 32,
+        "tie_word_embeddings": False,
+    },
+    "mixed fp8": {
+        **torch_kit.MIXED,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "moe_intermediate_size": 64,
+        "head_dim": 32,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.02,
+    },
+}
+"""Node -> its model, which two tensor ranks divide into multiples of 32."""
+twins.NODES.update(dict.fromkeys(FP8_MODELS, twins.NODES["sft"]))
+
+
+def fp8(recipe: str, node: str = "fp8", **options: Any) -> twins.Twin:
+    return twin(node, **options | {"settings": options.get("settings", {}) | {"fp8": recipe}})
+
+
+FP8_ROUNDS: list[dict[tuple[int, ...], twins.Twin]] = [
+    {
+        twins.FIRST: fp8("blockwise", tensor=2, settings=twins.SP, budget=20),
+        twins.SECOND: fp8("mxfp8", pipe=2, settings=twins.RECOMPUTED, budget=20),
+    },
+    {
+        twins.FIRST: fp8("tensorwise", context=2, budget=20),
+        twins.SECOND: fp8("tensorwise", tensor=2, settings=twins.NO_SP),
+    },
+    {
+        twins.FIRST: fp8("tensorwise", "mixed fp8", data=2, expert=2, budget=1),
+        twins.SECOND: fp8("mxfp8", "mixed fp8", tensor=2, budget=20),
+    },
+    {twins.ALL: fp8("mxfp8", tensor=2, pipe=2, settings=twins.SP, budget=20)},
+]
+FP8_TWINS = {one.name: one for turn in FP8_ROUNDS for one in turn.values()}
 
 
 def side(backend: str, ranks: tuple[int, ...], **options: Any) -> shard_cases.Side:

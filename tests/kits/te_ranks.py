@@ -31,7 +31,7 @@ def act(rank: int, path: Path, groups: twin_ranks.Groups) -> None:
             if rank in ranks:
                 megatron_ranks.compute(cases.with_te(case), groups[ranks], path)
     megatron_optimizer.BUCKET_PARAMETERS = twins.BUCKET_PARAMETERS
-    for number, turn in enumerate(cases.ROUNDS):
+    for number, turn in enumerate([*cases.ROUNDS, *cases.FP8_ROUNDS]):
         layers._grad_accum_fusion_available = number % 2 == 1
         with twin_ranks.late_gathers(number % 3 == 0):
             twin_ranks.train_turn(rank, path, groups, turn)

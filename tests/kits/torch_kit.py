@@ -118,7 +118,9 @@ def call(body: Any, unit: str, reads: list[Read], *, metrics: bool = False, **op
     )
 
 
-def two_pass_call(node: Any, reads: list[Read], knobs: dict[str, Any], **options: Any) -> NodeCall:
+def two_pass_call(
+    node: Any, reads: list[Read], knobs: dict[str, Any], unit: str = "token", **options: Any
+) -> NodeCall:
     """Return a train call of a node of the library that has a first pass."""
     signature = node.__hflow__.signature
     program = NodeProgram(
@@ -130,7 +132,7 @@ def two_pass_call(node: Any, reads: list[Read], knobs: dict[str, Any], **options
         body=node,
         reads=tuple(reads),
         provided=signature.provided,
-        returns=(("loss", "token"),),
+        returns=(("loss", unit),),
         metrics=True,
         models=("actor",),
         knobs={knob.name: knob.value for knob in signature.knobs} | knobs,
@@ -184,6 +186,21 @@ TWO_PASS = {
     ),
     "kl-cov": two_pass_call(
         nodes.kl_cov_train, TWO_PASS_READS, {"share": 0.2}, reduce="token-mean", mask="keep", epochs=2
+    ),
+    "high-entropy": two_pass_call(
+        nodes.high_entropy_train,
+        TWO_PASS_READS,
+        {"share": 0.4, "off_policy_limit": 0.01},
+        reduce="token-mean",
+        epochs=2,
+    ),
+    "kto": two_pass_call(
+        nodes.kto,
+        [read("ref_logprobs", Unit.TOKEN, "behav_logprobs"), read("desirable", Unit.SEQUENCE, "advantages")],
+        {},
+        "group",
+        reduce="group-mean",
+        epochs=2,
     ),
 }
 """Calls whose losses need statistics of whole minibatches."""

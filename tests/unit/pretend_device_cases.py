@@ -1,23 +1,30 @@
 """The backends, the engine and a whole run on a pretend accelerator, where mistakes with devices fail."""
 
 import dataclasses
+import threading
 from collections import Counter
 from functools import partial
 from pathlib import Path
 
 import memory_kit
+import pretend_attention
 import pretend_device
 import pytest
 import torch
+import torch.distributed as dist
 import torch_kit as kit
 from pretend_device import HostSync, host_syncs
+from torch.distributed import PrefixStore
 
+from hflow.base.errors import BackendError, RunError, WorkerFailureError
 from hflow.config.schema import LoraConfig
+from hflow.doctor.attention_check import attention_error
+from hflow.doctor.gpus import MAX_ATTENTION_ERROR
 from hflow.engines.embedded.engine import EmbeddedEngine
 from hflow.engines.interface import SamplingParams
 from hflow.launch.planning.compile import compile_recipe
 from hflow.launch.running.run_recipe import RunEnvironment, run_compiled
-from hflow.models import attention_kernels, host_offload
+from hflow.models import attention_kernels, host_offload, packed_attention
 from hflow.models.host_copy import HostCopies
 from hflow.models.host_offload import HostOffload, activations_in_host_memory
 from hflow.models.settings import ModelSettings
@@ -32,10 +39,11 @@ from hflow.training.loop.metrics import MetricAccumulator
 from hflow.training.optimizers.adamw_cpu import optimizer as cpu_steps
 from hflow.types import Unit
 from hflow.types.engine import SleepLevel
-from hflow.types.kernels import AttentionKernel
+from hflow.types.kernels import FLASH_MODULES, AttentionKernel
 from hflow.weights import incoming
 from hflow.weights.buckets import pack_buckets
 from hflow.weights.channels import make_channel
+from hflow.weights.channels.collective import channel as collective
 from hflow.weights.channels.interface import ChannelSettings
 from hflow.weights.incoming import IncomingWeights
 
@@ -152,6 +160,96 @@ def test_copies_for_a_checkpoint_are_complete_when_they_are_written(device, monk
             assert copied() != [11, 12, 13, 14]
 
 
+def broadcast(device, monkeypatch):
+    """Send two buckets from a device that trains on meanwhile to a receiver on the CPU."""
+    groups = {"cpu": dist.ProcessGroupGloo, device: pretend_device.PretendGroup}
+
+    def join(store, name, rank, size, where, timeout):
+        return groups[where](PrefixStore(name, store), rank, size, timeout)
+
+    monkeypatch.setattr(collective, "_join", join)
+    settings = ChannelSettings("collective", "a-0", "", host="127.0.0.1", timeout=1.0)
+    sender, receiver = make_channel(settings), make_channel(settings)
+    piece = WeightSlice("w", (8,), ((0, 8),), 0)
+    weight = torch.arange(8.0).pin_memory().to(device, non_blocking=True)
+    handles, taken = [], []
+    try:
+        for _ in range(2):
+            (bucket,) = pack_buckets([(piece, weight)])  # complete: its checksums were copied to the host
+            handles.append(sender.send((1,), bucket.header.with_payload(bucket.payload.clone())))
+            weight.add_(10)  # the next step of training
+        for handle in handles:
+            bucket = receiver.receive(handle._replace(device="cpu"), 1)
+            taken.append(bucket.payload.view(torch.float32).tolist())
+    except WorkerFailureError as error:
+        return str(error)
+    finally:
+        sender.close()
+        receiver.close()
+    return taken
+
+
+def test_buckets_are_broadcast_beside_training(device, monkeypatch):
+    """Its stream waits until a bucket is packed, and the bucket is kept until it is sent."""
+    right = [[float(i + step) for i in range(8)] for step in (0, 10)]
+    with pretend_device.deferred():
+        assert broadcast(device, monkeypatch) == right
+        assert "hflow-broadcast" not in [thread.name for thread in threading.enumerate()]
+        with monkeypatch.context() as patch:
+            patch.setattr(pretend_device._Event, "wait", lambda event, stream=None: None)
+            assert broadcast(device, patch) != right
+        with monkeypatch.context() as patch:
+            patch.setattr(pretend_device._Stream, "synchronize", lambda stream: None)
+            assert broadcast(device, patch) != right
+
+
+def test_buckets_in_shared_memory_are_complete_when_they_are_sent(device, monkeypatch):
+    def copy_without_waiting(to, source, non_blocking=False, copy=torch.Tensor.copy_):
+        return copy(to, source, non_blocking=True)
+
+    with pretend_device.deferred():
+        assert sent_in_shared_memory(device, "cpu")[0] == list(range(12))
+        monkeypatch.setattr(torch.Tensor, "copy_", copy_without_waiting)
+        with pytest.raises(RunError, match="checksum"):
+            sent_in_shared_memory(device, "cpu")
+
+
+def test_an_engine_draws_the_same_tokens_with_deferred_work(device, monkeypatch):
+    """What it copies to the device is kept until it has arrived."""
+
+    def copy_and_reuse(x, device):
+        pinned = x.pin_memory()
+        copied = pinned.to(device, non_blocking=True)
+        pinned.zero_()
+        return copied
+
+    settings = ModelSettings(name="actor", architecture=ONE_LAYER, seed=3)
+    wanted, _ = generate(EmbeddedEngine(settings))
+    with pretend_device.deferred():
+        engine = EmbeddedEngine(dataclasses.replace(settings, device=device))
+        assert generate(engine)[0] == wanted
+        engine.sleep(SleepLevel.KEEP_WEIGHTS)
+        engine.wake_weights()
+        engine.wake_cache()
+        assert generate(engine)[0] == wanted
+        monkeypatch.setattr("hflow.engines.embedded.packing.to_device", copy_and_reuse)
+        with pytest.raises((AssertionError, BackendError)):  # other tokens, or NaN
+            assert generate(engine)[0] == wanted
+
+
+@pytest.mark.parametrize("missing", ["wait_stream", "wait_event"])
+def test_training_is_right_with_deferred_work(device, missing, monkeypatch):
+    """Activations leave and return on a stream that waits for the computation, which waits for it."""
+    changes = {"offload_activations": True, "activation_checkpointing": True, "offload": "all"}
+    _, wanted, _ = trained("cpu", "mask")
+    with pretend_device.deferred():
+        test_offloaded_state_is_copied_in_the_background_and_leaves_nothing_cached(device)
+        assert trained(device, "mask", **changes)[1] == pytest.approx(wanted, abs=1e-4)
+        monkeypatch.setattr(pretend_device._Stream, missing, lambda stream, other: None)
+        with pytest.raises((AssertionError, RunError)):  # a gradient that is not finite, or another
+            assert trained(device, "mask", **changes)[1] == pytest.approx(wanted, abs=1e-4)
+
+
 # ---------------------------------------------------------------------------------------- training
 def trained(device, name, **changes):
     """Train on two micro-batches, which is a step of one update, or two if the call has two epochs."""
@@ -255,6 +353,16 @@ def test_packed_attention_in_bf16_is_the_flash_kernel(device):
     assert kernel is AttentionKernel.VARLEN
 
 
+@pytest.mark.parametrize("kernel", FLASH_MODULES)
+def test_packages_are_called_with_their_parameters(device, kernel, monkeypatch):
+    """Forward and backward, as `hflow doctor` compares them with float64."""
+    monkeypatch.setattr(attention_kernels, "_flash_kernel", pretend_attention.stand_in)
+    monkeypatch.setattr(packed_attention, "kernel_of", lambda *_: kernel)
+    error = attention_error(device, torch.bfloat16)
+    assert error.kernel is kernel
+    assert max(error.output, error.gradient) <= MAX_ATTENTION_ERROR["bf16"]
+
+
 # ----------------------------------------------------------------------------------------- copies
 def test_copies_for_a_checkpoint_are_pinned_and_waited_for_once(device):
     before = pretend_device.pinned_by_address()
@@ -310,18 +418,24 @@ def test_saved_activations_come_back_from_memory_that_is_pinned_once(device):
     assert pinned() == num_buffers > 0
 
 
-def test_weights_in_shared_memory_are_pinned_at_both_ends(device):
+def sent_in_shared_memory(device, target):
+    """Send 0 to 11 to an engine on a target; return what arrives, and the number of pinned places."""
     before = pretend_device.pinned_by_address()
     values = torch.arange(12.0, device=device)
     settings = ChannelSettings("shared", "a-0", "")
     channel = make_channel(settings)
-    piece = WeightSlice("w", (12,), ((0, 12),), 0)
-    sent = [channel.send((1,), bucket) for bucket in pack_buckets([(piece, values)])]
-    arrived = list(IncomingWeights(settings, 1, device, [sent]))
-    assert [one.tensor.tolist() for one in arrived] == [values.tolist()]
-    assert {one.tensor.device.type for one in arrived} == {device}
-    assert len(pretend_device.pinned_by_address() - before) == 2
-    channel.close()
+    try:
+        piece = WeightSlice("w", (12,), ((0, 12),), 0)
+        sent = [channel.send((1,), bucket) for bucket in pack_buckets([(piece, values)])]
+        (arrived,) = IncomingWeights(settings, 1, target, [sent])
+        assert arrived.tensor.device.type == target
+        return arrived.tensor.tolist(), len(pretend_device.pinned_by_address() - before)
+    finally:
+        channel.close()
+
+
+def test_weights_in_shared_memory_are_pinned_at_both_ends(device):
+    assert sent_in_shared_memory(device, device) == (list(range(12)), 2)
 
 
 # -------------------------------------------------------------------------------------- generation
@@ -344,6 +458,30 @@ def test_the_engine_draws_the_same_tokens_and_waits_once_per_step(device, model_
         got, num_steps = generate(engine)
     assert got == wanted
     assert len(syncs) == num_steps, syncs
+
+
+def test_an_engine_without_free_pages_waits_no_more(device):
+    options = {"max_running": 3, "max_model_len": 64}
+
+    def drawn(**more):
+        settings = ModelSettings(name="actor", architecture=ONE_LAYER, seed=3, device=device)
+        engine = EmbeddedEngine(settings, options | more)
+        for i in range(6):
+            engine.add(i, [1, 5, 6 + i], SamplingParams(max_tokens=30 + 5 * i, seed=i))
+        results, num_steps = {}, 0
+        with host_syncs() as syncs:
+            while engine.num_unfinished:
+                results.update(engine.step())
+                num_steps += 1
+        assert len(syncs) == num_steps, syncs
+        return {i: result.ids for i, result in results.items()}, engine
+
+    wanted, engine = drawn()
+    assert not engine.num_requeued
+    page_bytes = engine.cache_bytes // (1 + 3 * 4)
+    got, engine = drawn(cache_bytes=(1 + 4) * page_bytes)
+    assert engine.num_requeued
+    assert got == wanted
 
 
 @pytest.mark.parametrize(("num_ranked", "num_waits"), [(36, 1), (1, 2)])

@@ -213,3 +213,22 @@ def test_sums_of_sequences_and_groups_have_room():
     assert seqs.group_sum(torch.tensor([True, True])).tolist() == [2]
     many = Sequences.of([1] * 1000, group=[0] * 1000)
     assert many.group_sum(torch.ones(1000, dtype=torch.bfloat16)).tolist() == [1000]
+
+
+@given(
+    lengths=st.lists(st.integers(0, 5), min_size=4, max_size=8),
+    seed=st.integers(0, 99),
+)
+def test_the_optimal_token_baseline_is_that_of_verl(lengths, seed):
+    """The loop of `compute_optimal_token_baseline_advantage`, for answers without a gap."""
+    draw = torch.Generator().manual_seed(seed)
+    group = [index % 2 for index in range(len(lengths))]
+    reward, norms = torch.rand(len(lengths), generator=draw), torch.rand(sum(lengths), generator=draw) + 0.1
+    found = algo.optimal_token_advantage(reward, norms, Sequences.of(lengths, group=group)).split(lengths)
+    energies = [part.double().cumsum(0) for part in norms.split(lengths)]
+    for own, length in enumerate(lengths):
+        for t in range(length):
+            peers = [i for i in range(len(lengths)) if group[i] == group[own] and lengths[i] > t]
+            total = sum(energies[i][t] for i in peers)
+            baseline = sum(energies[i][t] * reward[i] for i in peers) / total
+            torch.testing.assert_close(found[own][t].double(), reward[own] - baseline, atol=1e-5, rtol=0)

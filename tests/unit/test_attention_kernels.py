@@ -17,7 +17,8 @@ from hflow.models import attention_kernels
 from hflow.models.packed_attention import PackedLayout, attend
 from hflow.models.settings import ModelSettings
 from hflow.report.content import attention_line
-from hflow.types.kernels import AttentionKernel, head_size_problem, packed_kernel
+from hflow.types.kernels import FLASH_MODULES, AttentionKernel, head_size_problem, packed_kernel
+from hflow.workers.torch_determinism import use_deterministic_algorithms
 
 KERNELS = ("scaled_dot_product_attention", "varlen_attn", "flash_attn_varlen_func", "flex_attention")
 TE_PACKAGE = Path(hflow.__file__).parent
@@ -85,30 +86,78 @@ def test_every_call_of_the_engine_is_counted(counted):
         assert calls[decoding] >= 3 * num_layers
 
 
-@pytest.mark.parametrize(
-    ("device", "dtype", "flash_attn", "kernel"),
-    [
-        ("cpu", "bf16", True, AttentionKernel.SDPA),
-        ("cuda", "fp32", True, AttentionKernel.SDPA),
-        ("cuda", "bf16", False, AttentionKernel.VARLEN),
-        ("cuda", "bf16", True, AttentionKernel.FLASH_ATTN),
-    ],
-)
-def test_half_precision_on_cuda_needs_no_padding(device, dtype, flash_attn, kernel):
-    assert packed_kernel(device, dtype, has_flash_attn=flash_attn) is kernel
+TWO = {AttentionKernel.FLASH_ATTN: "2.8.3"}
+THREE = {AttentionKernel.FLASH_ATTN_3: "3.0.0+cu130"}
+BETA = {AttentionKernel.FLASH_ATTN_3: "3.0.0b1"}
 
 
 @pytest.mark.parametrize(
-    ("version", "cluster", "lines"),
+    ("device", "dtype", "installed", "kernel"),
     [
-        ("2.8.3", "h100-1x2", ["flash-attn 2.8.3: installed, bf16"]),
-        (None, "cpu-1x2", ["actor@train torch sdpa: the cluster is cpu", "actor@gen that of vllm"]),
+        ("cpu", "bf16", TWO | THREE, AttentionKernel.SDPA),
+        ("cuda", "fp32", TWO | THREE, AttentionKernel.SDPA),
+        ("cuda", "bf16", {}, AttentionKernel.VARLEN),
+        ("cuda", "bf16", TWO, AttentionKernel.FLASH_ATTN),
+        ("cuda", "bf16", THREE, AttentionKernel.FLASH_ATTN_3),
+        ("cuda", "bf16", TWO | THREE, AttentionKernel.FLASH_ATTN_3),
     ],
 )
-def test_the_plan_states_the_kernel(monkeypatch, version, cluster, lines):
-    monkeypatch.setattr("hflow.launch.planning.request.flash_attn_version", lambda: version)
-    engine = ["models.actor.gen.engine=vllm"] if len(lines) > 1 else []
-    text = attention_line(compile_recipe(RECIPE, [f"cluster={cluster}", *engine]).plan)
+def test_half_precision_on_cuda_needs_no_padding(device, dtype, installed, kernel):
+    chosen = packed_kernel(device, dtype, (9, 0), installed, deterministic=False)
+    assert chosen.kernel is kernel
+    assert chosen.version == installed.get(kernel)
+
+
+@pytest.mark.parametrize("others", [{}, TWO])
+@pytest.mark.parametrize(
+    ("installed", "capability", "deterministic", "problem"),
+    [
+        (THREE, (8, 0), False, "needs compute capability 9.0, not 8.0"),
+        (THREE, (10, 0), False, "needs compute capability 9.0, not 10.0"),
+        (THREE, None, False, "needs compute capability 9.0, not an unknown one"),
+        (THREE, (9, 0), True, "does not keep deterministic=true"),
+        (BETA, (9, 0), False, "3.0.0b1 is older than 3.0.0"),
+    ],
+)
+def test_what_flash_attn_3_cannot_do_is_said(others, installed, capability, deterministic, problem):
+    chosen = packed_kernel("cuda", "bf16", capability, installed | others, deterministic=deterministic)
+    assert chosen.kernel is (AttentionKernel.FLASH_ATTN if others else AttentionKernel.VARLEN)
+    assert chosen.why.endswith(f"; flash-attn-3 {problem}")
+
+
+def test_a_process_takes_the_kernel_of_its_own_gpu(monkeypatch):
+    imported, found = [], {"cuda:0": (9, 0), "cuda:1": (8, 0)}
+    monkeypatch.setattr(attention_kernels, "flash_versions", lambda: TWO | THREE)
+    monkeypatch.setattr(attention_kernels, "_flash_kernel", imported.append)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found[str(device)])
+    hopper, ampere = map(torch.device, found)
+    assert attention_kernels.kernel_of(hopper, torch.bfloat16) is AttentionKernel.FLASH_ATTN_3
+    assert attention_kernels.kernel_of(ampere, torch.bfloat16) is AttentionKernel.FLASH_ATTN
+    assert attention_kernels.kernel_of(torch.device("cpu"), torch.bfloat16) is AttentionKernel.SDPA
+    restore = use_deterministic_algorithms()
+    assert attention_kernels.kernel_of(hopper, torch.bfloat16) is AttentionKernel.FLASH_ATTN
+    restore()
+    two, three = AttentionKernel.FLASH_ATTN, AttentionKernel.FLASH_ATTN_3
+    assert imported == [three, two, two]
+
+
+@pytest.mark.parametrize(
+    ("installed", "settings", "lines"),
+    [
+        (TWO, ["cluster=h100-1x2"], ["flash-attn 2.8.3: installed, bf16"]),
+        (TWO | THREE, ["cluster=h200-1x2"], ["flash-attn-3 3.0.0+cu130: installed, bf16"]),
+        (TWO | THREE, ["cluster=a100-80g-1x2"], ["flash-attn 2.8.3: installed, bf16; flash-attn-3 needs "]),
+        (THREE, ["cluster=h100-1x2", "deterministic=true"], ["torch varlen: bf16, flash-attn is not inst"]),
+        (
+            {},
+            ["cluster=cpu-1x2", "models.actor.gen.engine=vllm"],
+            ["actor@train torch sdpa: the cluster is cpu", "actor@gen that of vllm"],
+        ),
+    ],
+)
+def test_the_plan_states_the_kernel(monkeypatch, installed, settings, lines):
+    monkeypatch.setattr("hflow.launch.planning.request.flash_versions", lambda: installed)
+    text = attention_line(compile_recipe(RECIPE, settings).plan)
     assert all(line in text for line in lines), text
 
 
@@ -130,6 +179,8 @@ def test_keys_are_repeated_only_where_no_kernel_shares_them(num_heads):
         (AttentionKernel.VARLEN, 264, False),
         (AttentionKernel.FLASH_ATTN, 80, True),
         (AttentionKernel.FLASH_ATTN, 20, False),
+        ("flash-attn-3 3.0.0", 256, True),
+        ("flash-attn-3 3.0.0", 512, False),
         (AttentionKernel.SDPA, 20, True),
     ],
 )
@@ -138,7 +189,7 @@ def test_head_sizes_of_the_kernels(kernel, size, is_right):
 
 
 def test_a_plan_with_heads_that_no_kernel_computes_cannot_run(monkeypatch):
-    monkeypatch.setattr("hflow.launch.planning.request.flash_attn_version", lambda: None)
+    monkeypatch.setattr("hflow.launch.planning.request.flash_versions", dict)
     heads = [
         "models.actor.architecture.num_attention_heads=32",
         "models.actor.architecture.num_key_value_heads=8",
@@ -152,7 +203,7 @@ def test_a_plan_with_heads_that_no_kernel_computes_cannot_run(monkeypatch):
     assert not compile_recipe(RECIPE, [*cluster, "models.actor.dtype=fp32"]).plan.unrunnable
 
 
-@pytest.mark.parametrize("kernel", [AttentionKernel.VARLEN, AttentionKernel.FLASH_ATTN])
+@pytest.mark.parametrize("kernel", [AttentionKernel.VARLEN, *FLASH_MODULES])
 def test_values_of_smaller_heads_are_padded_for_the_kernels(monkeypatch, kernel):
     """The kernels, of which these are the shapes and the arithmetic, have one head size."""
     torch.manual_seed(0)
@@ -169,7 +220,7 @@ def test_values_of_smaller_heads_are_padded_for_the_kernels(monkeypatch, kernel)
         return torch.cat([part[0].transpose(0, 1) for part in parts])
 
     monkeypatch.setattr(attention_kernels, "varlen_attn", compute)
-    monkeypatch.setattr(attention_kernels, "_flash_attn", lambda: compute)
+    monkeypatch.setattr(attention_kernels, "_flash_kernel", lambda _: compute)
     starts = torch.tensor([0, 5, 8], dtype=torch.int32)
     got = attention_kernels.varlen_attention(kernel, q, k, v, (starts, starts), (5, 5), 0.3)
     layout = PackedLayout.of(np.array(lengths), "cpu", torch.float32)

@@ -12,6 +12,7 @@ from hflow.base.errors import ConfigError
 from hflow.base.shipped import shipped_directory
 from hflow.base.validation import COUNTERPARTS
 from hflow.config import RunConfig, flatten, load_config, to_yaml, validate_names
+from hflow.config.schema import ImagesConfig
 from hflow.dsl import load_recipe, overridable_keys
 from hflow.launch.planning.request import _LATER_KEYS, _settings
 
@@ -475,12 +476,20 @@ def test_every_counterpart_of_another_librarys_key_exists():
 
 def test_keys_that_came_later_leave_the_settings_of_earlier_plans_as_they_were():
     """Only with their defaults; another value is a setting like any other."""
-    config = load_config(GRPO)
+    adapters = "models.actor.lora={r: 4}"
+    config = load_config(GRPO, [adapters])
     settings = _settings(config)
     flat = dict(flatten(config))
     for later, default in _LATER_KEYS.items():
         keys = [key for key in flat if key.endswith(later)]
         assert keys, later
         assert all(flat[key] == default and key not in settings for key in keys)
-    changed = _settings(load_config(GRPO, ["models.actor.freeze=vision", "models.actor.zero_stage=2"]))
+    changes = ["models.actor.freeze=vision", "models.actor.zero_stage=2"]
+    changed = _settings(load_config(GRPO, [adapters, *changes]))
     assert changed == {**settings, "models.actor.freeze": "vision", "models.actor.zero_stage": 2}
+
+
+def test_limits_of_images_are_taken_one_by_one() -> None:
+    """A model that starts from another has its own limits, and the other's where it has none."""
+    own, other = ImagesConfig(min_pixels=16), ImagesConfig(min_pixels=4, max_pixels=64)
+    assert own.over(other) == ImagesConfig(min_pixels=16, max_pixels=64)

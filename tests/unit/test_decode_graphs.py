@@ -13,7 +13,7 @@ from hflow.engines.embedded.decode_graphs import DecodeGraphs, graph_rows
 from hflow.engines.embedded.dense_decoder import DenseDecoder
 from hflow.engines.embedded.engine import EmbeddedEngine
 from hflow.engines.interface import GenerationResult, SamplingParams
-from hflow.models.attention_kernels import additive_mask, cached_attention, decode_attention
+from hflow.models.attention_kernels import decode_attention
 from hflow.types.engine import SleepLevel
 
 
@@ -22,6 +22,8 @@ class CapturingEngine(EmbeddedEngine):
 
     A function that is captured sees what it saw then, so a value that is not in the graph's inputs is stale.
     """
+
+    _has_pages = True
 
     def _decode_graphs(self, decoder: DenseDecoder) -> DecodeGraphs:
         self.captured_rows: list[int] = []
@@ -116,13 +118,14 @@ def test_rows_of_graphs() -> None:
     assert graph_rows(128) == (4, 8, 16, 32, 64, 96, 128)
 
 
-def test_decode_attention_by_lengths_is_that_by_a_mask() -> None:
-    q, k, v = torch.randn(3, 4, 8), torch.randn(3, 2, 40, 8), torch.randn(3, 2, 40, 8)
+def test_attention_over_pages_is_that_over_one_piece() -> None:
+    q, k, v = torch.randn(3, 4, 8), torch.randn(12, 2, 16, 8), torch.randn(12, 2, 16, 8)
     lengths = torch.tensor([1, 40, 17], dtype=torch.int32)
-    mask = additive_mask(lengths - 1, 40, q.dtype)
-    expected = cached_attention(q, k, v, mask, 0.3)
-    torch.testing.assert_close(decode_attention(q, k, v, lengths, 0.3), expected)
-    one = torch.nn.functional.scaled_dot_product_attention(
-        q[2, :, None], k[2, :, :17], v[2, :, :17], scale=0.3, enable_gqa=True
-    )
-    torch.testing.assert_close(expected[2], one[:, 0])
+    table = torch.tensor([[3, 0, 0], [11, 2, 7], [1, 4, 9]], dtype=torch.int32)
+    found = decode_attention(q, k, v, table, lengths, 0.3)
+    for i, (pages, n) in enumerate(zip(table.tolist(), lengths.tolist(), strict=True)):
+        keys, values = (torch.cat([x[page] for page in pages], dim=1)[:, :n] for x in (k, v))
+        one = torch.nn.functional.scaled_dot_product_attention(
+            q[i, :, None], keys, values, scale=0.3, enable_gqa=True
+        )
+        torch.testing.assert_close(found[i], one[:, 0])

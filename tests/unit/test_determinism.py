@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import plan_graphs as graphs
@@ -261,9 +260,7 @@ def test_flash_attn_adds_in_a_fixed_order_when_torch_must(monkeypatch: pytest.Mo
         asked.append(deterministic)
         return q
 
-    package = SimpleNamespace(flash_attn_varlen_func=kernel)
-    monkeypatch.setattr(attention_kernels, "flash_attn_package", lambda: package)
-    attention_kernels._flash_attn.cache_clear()
+    monkeypatch.setattr(attention_kernels, "_flash_kernel", lambda _: kernel)
     x, cumulative = torch.zeros(2, 1, 8), torch.tensor([0, 2])
 
     def attend() -> None:
@@ -275,7 +272,6 @@ def test_flash_attn_adds_in_a_fixed_order_when_torch_must(monkeypatch: pytest.Mo
     restore = use_deterministic_algorithms()
     attend()
     restore()
-    attention_kernels._flash_attn.cache_clear()
     assert asked == [False, True]
 
 

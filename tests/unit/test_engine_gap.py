@@ -153,7 +153,7 @@ def expected_gradient(weights: torch.Tensor, behav: torch.Tensor, **knobs: Any) 
     theta = torch.log_softmax(logits, dim=0)
     advantages = torch.linspace(-1, 1, TOKENS)
     out = Output(logprobs=theta, entropy=theta.detach())
-    loss, _ = nodes.actor_train(out, behav, theta.detach(), advantages, **knobs)
+    loss, _ = nodes.actor_train(out, behav, theta.detach(), advantages, Sequences.of([TOKENS]), **knobs)
     (weights * loss).sum().backward()
     return logits.grad
 

@@ -8,13 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hflow.engines.embedded.cache import (
-    KVCache,
     LengthBand,
+    SlotCache,
     assign_slots,
     length_bands,
-    outgrows_band,
     padded_length,
 )
+from hflow.engines.interface import SamplingParams
+from hflow.engines.request import GenerationRequest
 
 
 @st.composite
@@ -68,17 +69,16 @@ def test_sequences_in_the_right_band_do_not_move(held: tuple[np.ndarray, np.ndar
             assert not of_slot[slot].first <= new < of_slot[slot].last
 
 
-def test_a_band_is_outgrown_at_its_end():
-    assert [length for length in range(1, 300) if outgrows_band(length)] == [33, 65, 129, 257]
-
-
 def test_slots_move_all_at_once():
-    cache = KVCache(4)
-    cache.reserve(4, 32)
+    cache = SlotCache(4)
+    members = [GenerationRequest(i, SamplingParams(), [5], 1, 99) for i in range(4)]
+    assert cache.enter(members).tolist() == [0] * 4
     rows = torch.arange(4.0)[:, None, None].expand(4, 1, 2)
-    slots = torch.arange(4)
-    cache.write(0, slots, torch.zeros(4, dtype=torch.int64), rows, -rows)
-    cache.move(torch.tensor([0, 1, 3]), torch.tensor([1, 3, 0]), 1)
-    keys, values = cache.view(0, 0, 4, 1)
-    assert keys[:, 0, 0, 0].tolist() == [3, 0, 2, 1]
-    assert values[:, 0, 0, 1].tolist() == [-3, 0, -2, -1]
+    cache.write(0, torch.arange(4), torch.zeros(4, dtype=torch.int64), rows, -rows)
+    lengths = np.array([1, 40, 1, 90])
+    assert cache.arrange(np.arange(4), lengths).tolist() == [3, 1, 2, 0]
+    keys, values = cache.layer(0)
+    assert keys[:, 0, 0, 0].tolist() == [3, 1, 2, 0]
+    assert values[:, 0, 0, 1].tolist() == [-3, -1, -2, 0]
+    assert cache.arrange(np.array([0, 2, 3]), lengths[[3, 2, 0]]).tolist() == [0, 3, 2]
+    assert keys[:3, 0, 0, 0].tolist() == [3, 0, 2]

@@ -34,6 +34,7 @@ EXPERTS = TIED | {
     "norm_topk_prob": True,
     "tie_word_embeddings": False,
 }
+LORA = {"lora": {"r": 16, "alpha": 32}}
 CASES = [
     kit.Case("torch", "d64", 5, TIED),
     kit.Case("megatron", "d32t2", 0, TIED | {"tie_word_embeddings": False}),
@@ -42,6 +43,11 @@ CASES = [
     kit.Case("megatron", "d8t2c2e8", 0, EXPERTS),
     kit.Case("megatron", "d4p2e4", 7, EXPERTS, {"activation_checkpointing": True}),
     kit.Case("torch", "d64r4", 21, TIED),
+    kit.Case(
+        "megatron", "d4t4p2", 0, TIED, LORA | {"sequence_parallel": True, "activation_checkpointing": True}
+    ),
+    kit.Case("megatron", "d8t2c2e8", 0, EXPERTS, LORA),
+    kit.Case("megatron", "d8t4", 3, TIED, LORA),
     *(
         kit.Case("torch", layout, 21, TIED, {"zero_stage": stage, "tokens_per_microbatch": 512})
         for stage, layout in ((3, "d64"), (2, "d64"), (1, "d64r4"))
@@ -49,6 +55,7 @@ CASES = [
 ]
 IDS = [
     f"{case.backend} {case.layout} {case.architecture['model_type']} {case.settings.get('zero_stage', '')}"
+    f"{' adapters' if 'lora' in case.settings else ''}"
     for case in CASES
 ]
 

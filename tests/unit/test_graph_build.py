@@ -201,10 +201,11 @@ def test_nodes_that_wait_for_the_batch():
 
 def test_unbound_parameters_are_noted_without_fields_that_the_node_reads():
     graph = graph_of("dapo")
-    assert graph.node("actor_train").unbound == ("ref_logprobs", "behav_weights")
+    assert graph.node("actor_train").unbound == ("ref_logprobs", "behav_weights", "entropy_weights")
     assert graph.notes == (
         "actor_train(ref_logprobs) keeps its default",
         "actor_train(behav_weights) keeps its default",
+        "actor_train(entropy_weights) keeps its default",
     )
 
 

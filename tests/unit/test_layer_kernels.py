@@ -13,16 +13,18 @@ from hflow import doctor
 from hflow.base.errors import BackendError, PlanError
 from hflow.config.schema import ModelConfig
 from hflow.launch.planning.compile import Compiled, compile_recipe
+from hflow.launch.planning.request import known_devices
 from hflow.launch.running.preflight import refuse_unrunnable
 from hflow.launch.running.worker_setup import model_settings
 from hflow.planner.compile import compile_plan
 from hflow.report.content import layers_line
 from hflow.report.text.plan.header import header
 from hflow.types import kernels
-from hflow.types.kernels import LayerKernels, TransformerEngine, choose_kernels
+from hflow.types.kernels import FP8_NEEDS, LayerKernels, TransformerEngine, choose_kernels
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "grpo.py"
 MEGATRON = "models.actor.backend=megatron"
+EMBEDDED = "models.actor.gen.engine=embedded"
 INSTALLED = TransformerEngine("2.10.0", "")
 OTHER = TransformerEngine("2.20.2", "megatron-core 0.16.1 is made for transformer-engine <2.12")
 TORCH, TE = LayerKernels
@@ -99,7 +101,7 @@ def test_a_model_that_transformer_engine_does_not_compute_cannot_run(monkeypatch
 def test_a_transformer_engine_that_is_missing_is_refused_before_anything_starts(
     monkeypatch, installed, reason
 ):
-    keys = ["models.actor.kernels=transformer_engine", "models.actor.gen.engine=embedded"]
+    keys = ["models.actor.kernels=transformer_engine", EMBEDDED]
     made = compiled(monkeypatch, installed, "cluster=h100-1x1", "workers=inproc", *keys)
     assert made.plan.unrunnable == ()
     with pytest.raises(BackendError) as error:
@@ -108,6 +110,107 @@ def test_a_transformer_engine_that_is_missing_is_refused_before_anything_starts(
         f"models.actor.kernels is transformer_engine, but {reason}. Run pip install --no-build-isolation "
         "'hflow-rl[transformer-engine]', or set models.actor.kernels=torch"
     )
+
+
+FP8 = "models.actor.fp8=tensorwise"
+H100 = "cluster=h100-1x2"
+
+
+def test_products_in_fp8_need_transformer_engine_and_change_the_digest(monkeypatch):
+    plain, made = (compiled(monkeypatch, INSTALLED, H100, *keys).plan for keys in ([], [FP8]))
+    assert layers_line(made) == "transformer_engine 2.10.0: products in FP8, tensorwise"
+    assert made.unrunnable == ()
+    assert made.digest != plain.digest
+    assert model_settings(compiled(monkeypatch, None, H100, FP8))["actor"].kernels == TE
+    with pytest.raises(BackendError) as error:
+        refuse_unrunnable(compiled(monkeypatch, None, "cluster=h100-1x1", "workers=inproc", EMBEDDED, FP8))
+    assert str(error.value) == (
+        "models.actor.fp8 is tensorwise, but transformer-engine is not installed. Run pip install "
+        "--no-build-isolation 'hflow-rl[transformer-engine]', or set models.actor.fp8=null"
+    )
+
+
+def test_backends_and_kernels_without_fp8_are_refused():
+    config = ModelConfig(fp8="mxfp8")
+    with pytest.raises(PlanError, match=r"the torch backend does not .* set models.actor.backend=megatron"):
+        compile_plan(grpo(), request(models={"actor": config}))
+    config = ModelConfig(backend="megatron", kernels="torch", fp8="mxfp8")
+    with pytest.raises(PlanError, match=r"fp8 is mxfp8, but models.actor.kernels is torch"):
+        compile_plan(grpo(), request(models={"actor": config}))
+
+
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def sized(**changes: int) -> list[str]:
+    return [f"models.actor.architecture.{name}={size}" for name, size in (SIZES | changes).items()]
+
+
+@pytest.mark.parametrize(
+    ("fp8", "keys", "reason"),
+    [
+        ("tensorwise", ["cluster=cpu-1x2"], "the cluster is cpu"),
+        ("tensorwise", [H100, "models.actor.dtype=fp32"], "transformer-engine multiplies fp32 in TF32"),
+        (
+            "tensorwise",
+            ["cluster=a100-80g-1x2"],
+            "a100-80g has compute capability 8.0, which computes no recipe",
+        ),
+        (
+            "mxfp8",
+            [H100],
+            "h100 has compute capability 9.0, which computes tensorwise and blockwise",
+        ),
+        (
+            "mxfp8",
+            ["cluster=rtx-5090-1x2"],
+            "rtx-5090 has compute capability 12.0, which computes tensorwise and blockwise",
+        ),
+        ("blockwise", [H100, *sized(hidden_size=192)], "the hidden size, 192, is not a multiple of 128"),
+        (
+            "tensorwise",
+            [H100, "models.actor.layout=d1t2", *sized(intermediate_size=240)],
+            "the intermediate size of a rank of d1t2p1, 120, is not a multiple of 16",
+        ),
+        (
+            "mxfp8",
+            ["cluster=b200-1x2", *sized(hidden_size=96, num_attention_heads=12, num_key_value_heads=3)],
+            "the size of its queries, keys and values, 144, is not a multiple of 32",
+        ),
+        (
+            "tensorwise",
+            ["cluster=h100-1x4", "models.actor.layout=d1t4", *sized()],
+            "d1t4p1 has more tensor ranks than actor key-value heads (2), whose copies are projected in bf16",
+        ),
+    ],
+)
+def test_a_model_that_is_not_multiplied_in_fp8_cannot_run(monkeypatch, fp8, keys, reason):
+    made = compiled(monkeypatch, INSTALLED, f"models.actor.fp8={fp8}", *keys)
+    line = f"models.actor.fp8 is {fp8}, but {reason}. Set models.actor.fp8=null."
+    assert line in made.plan.unrunnable
+
+
+def test_devices_with_an_fp8_rate_compute_a_recipe():
+    for name, device in known_devices(RECIPE).items():
+        if device.capability is not None:
+            computes = any(needs.fits(device.capability) for needs in FP8_NEEDS.values())
+            assert computes == ("fp8" in device.tflops), name
+
+
+def test_a_reference_or_an_engine_with_other_products_is_warned_of(monkeypatch):
+    ppo = RECIPE.with_name("ppo.py")
+    keys = [H100, MEGATRON, "models.ref.backend=megatron"]
+    found = compile_recipe(ppo, [*keys, FP8]).plan.warnings
+    (line,) = [one for one in found if "models.ref" in one]
+    assert line.startswith("models.ref.fp8 is null, but models.actor.fp8 is tensorwise: ")
+    assert "Set models.ref.fp8=tensorwise" in line
+    found = compile_recipe(ppo, [*keys, FP8, "models.ref.fp8=tensorwise"]).plan.warnings
+    assert not any("models.ref" in one for one in found)
+    line = "models.actor.fp8=tensorwise makes the engine draw from another policy than the trainer's"
+    asked = [H100, MEGATRON, FP8]
+    assert any(line in one for one in compile_recipe(RECIPE, asked).plan.warnings)
+    asked.append("nodes.actor_train.prox=recompute")
+    assert not any(line in one for one in compile_recipe(RECIPE, asked).plan.warnings)
 
 
 @pytest.mark.parametrize(("version", "fits"), [("2.10.0", True), ("2.20.2", False), ("1.13", False)])

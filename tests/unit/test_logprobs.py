@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -132,3 +133,15 @@ def test_no_more_logits_exist_than_a_chunk_and_a_tile(monkeypatch):
         (found + entropy).sum().backward()
     assert max(size for dtype, size in made if dtype is torch.bfloat16) == 8 * vocab
     assert max(size for dtype, size in made if dtype is torch.float32) == 2 * vocab
+
+
+def test_the_matrix_is_free_after_the_backward_pass():
+    """The loss, and with it the graph, lives until that of the next micro-batch."""
+    matrix = torch.randn(9, 4, requires_grad=True)
+    cast = matrix.to(torch.bfloat16)
+    rows, ids = torch.randn(3, 4, dtype=torch.bfloat16), torch.tensor([[1], [2], [3]])
+    loss = MatrixLogits(rows, OutputMatrix(cast), 1.0).logprobs_of(ids).sum()
+    memory = weakref.ref(cast)
+    del cast
+    loss.backward()
+    assert memory() is None

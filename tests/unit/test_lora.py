@@ -18,6 +18,7 @@ from hflow.engines.interface import SamplingParams
 from hflow.training.interface import TrainShard
 from hflow.types.tensor_slices import Block, slices_within, whole_box
 from hflow.weights.adapters import MergedWeights, merge
+from hflow.weights.buckets import IncomingTensor
 from hflow.weights.checksum import weights_checksum
 from hflow.weights.incoming import IncomingWeights
 
@@ -48,12 +49,13 @@ def frozen(settings):
     return dataclasses.replace(settings, name="ref", lora=None, trainable=False)
 
 
-def test_forward_and_gradients_are_those_of_peft(base):
+@pytest.mark.parametrize("rslora", [False, True])
+def test_forward_and_gradients_are_those_of_peft(base, rslora):
     """The log-probs and the gradient of their sum, with the same random adapters in peft's own model."""
-    backend = adapted(base)
+    backend = adapted(base, lora=dataclasses.replace(LORA, rslora=rslora))
     theirs = get_peft_model(
         AutoModelForCausalLM.from_pretrained(base),
-        PeftConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"),
+        PeftConfig(r=4, lora_alpha=8, use_rslora=rslora, target_modules="all-linear", task_type="CAUSAL_LM"),
     )
     named = {name: x for name, x in theirs.named_parameters() if x.requires_grad}
     ours = kit.weights(backend)
@@ -102,8 +104,9 @@ def test_only_adapters_are_trained_and_they_can_be_turned_off(base, dtype):
     assert stored == {torch.bfloat16 if dtype == "bf16" else torch.float32}
 
 
-def test_a_saved_adapter_loads_in_peft_and_merges(base, tmp_path):
-    backend = adapted(base, lora=dataclasses.replace(LORA, save_merged=True))
+@pytest.mark.parametrize("rslora", [False, True])
+def test_a_saved_adapter_loads_in_peft_and_merges(base, tmp_path, rslora):
+    backend = adapted(base, lora=dataclasses.replace(LORA, save_merged=True, rslora=rslora))
     backend.train(CALL, kit.whole(BATCH), 0)
     backend.save(str(tmp_path))()
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path)
@@ -181,6 +184,26 @@ def test_unknown_targets_are_named(base):
         adapted(base, lora=LoraConfig(targets=("q_prj",)))
 
 
+class _Needed(IncomingWeights):
+    """The parts of adapters that a rank needs: rows of q's B, and columns of down's A."""
+
+    def __init__(self, backend, rank, num_ranks):
+        super().__init__(None)
+        self.backend, self.rank, self.num_ranks = backend, rank, num_ranks
+
+    def __iter__(self):
+        axes = {("q_proj", "lora_B"): 0, ("down_proj", "lora_A"): 1}
+        for name, x in self.backend.weights():
+            axis, box = axes.get(tuple(name.split(".")[-3:-1])), list(whole_box(tuple(x.shape)))
+            if axis is not None:
+                size = x.shape[axis] // self.num_ranks
+                box[axis] = (self.rank * size, self.rank * size + size)
+            at = slices_within(tuple(box), whole_box(tuple(x.shape)))
+            partly = torch.full_like(x, torch.nan)
+            partly[at] = x[at]
+            yield IncomingTensor(name, partly, (tuple(box),), (0,))
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_an_engine_merges_its_part_of_each_tensor(base, tmp_path, num_ranks):
     """Rows of one matrix and columns of another, as tensor ranks hold them; others stay as they are."""
@@ -198,12 +221,17 @@ def test_an_engine_merges_its_part_of_each_tensor(base, tmp_path, num_ranks):
             box = tuple(span if i == (axis or 0) else (0, n) for i, n in enumerate(x.shape))
             held[name] = Block(name, tuple(x.shape), box, x[slices_within(box, whole_box(tuple(x.shape)))])
         incoming = IncomingWeights.of_tensors(backend.weights)
-        arrived = MergedWeights(incoming, held, LORA.scale, torch.device("cpu"))
-        for tensor in arrived:
-            (box,) = tensor.boxes
-            at = slices_within(box, whole_box(tuple(tensor.tensor.shape)))
-            torch.testing.assert_close(tensor.tensor[at], merged[tensor.name][at], atol=1e-6, rtol=0)
-        assert arrived.checksum == weights_checksum(dict(backend.weights()))
+        for adapters in (incoming, _Needed(backend, rank, num_ranks)):
+            arrived = MergedWeights(adapters, held, LORA.scale, torch.device("cpu"))
+            for tensor in arrived:
+                (box,) = tensor.boxes
+                at = slices_within(box, whole_box(tuple(tensor.tensor.shape)))
+                torch.testing.assert_close(tensor.tensor[at], merged[tensor.name][at], atol=1e-6, rtol=0)
+            if adapters is incoming:
+                assert arrived.checksum == weights_checksum(dict(backend.weights()))
+        if num_ranks > 1:
+            with pytest.raises(RunError, match=r"of model.layers.0.*lora_.* has not arrived, only"):
+                list(MergedWeights(_Needed(backend, 1 - rank, 2), held, LORA.scale, torch.device("cpu")))
         del held["model.layers.0.self_attn.q_proj.weight"]
         with pytest.raises(RunError, match=r"adapter of model.layers.0.self_attn.q_proj.weight, of which"):
             list(MergedWeights(incoming, held, LORA.scale, torch.device("cpu")))

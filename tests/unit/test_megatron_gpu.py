@@ -32,5 +32,5 @@ def test_a_step_equals_the_cpu(dtype, tolerance):
 )
 def test_layers_of_transformer_engine_are_those_of_torch():
     found = list(check_layers("cuda"))
-    assert [finding.name for finding in found] == ["layers", "experts"]
+    assert [finding.name for finding in found[:2]] == ["layers", "experts"]
     assert all(finding.ok for finding in found), found

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from hflow.planner.plan.traits import traits
 from hflow.planner.weights.sharding import rank_tensors
 from hflow.shapes.architectures import read_shape
 from hflow.shapes.layout import Layout
-from hflow.shapes.model_shape import Experts, ModelShape, tensors
+from hflow.shapes.model_shape import AdapterShape, Experts, ModelShape, adapter_targets, tensors
 from hflow.training.fsdp.backend import TorchModel
 from hflow.training.megatron.hf_mapping import (
     ShardPosition,
@@ -108,6 +109,12 @@ def test_a_rank_holds_the_boxes_of_the_plan(architecture, head, layout, kernels)
     """With layers that divide unevenly, copied key-value heads and a padded vocabulary."""
     shape, grid = shape_of(architecture, head), Layout.parse(layout)
     assert shape == read_shape(architecture, head)
+    check_boxes(shape, grid, kernels)
+    for targets in (adapter_targets(shape), ("k_proj", "down_proj")):
+        check_boxes(replace(shape, adapter=AdapterShape(4, targets)), grid, kernels)
+
+
+def check_boxes(shape: ModelShape, grid: Layout, kernels: LayerKernels) -> None:
     for stage in range(grid.pipe):
         for d, t, p, c in grid.stage_coords(stage):
             planned = {spec.name: box for spec, box in rank_tensors(shape, MEGATRON, grid, (d, t, p, c))}

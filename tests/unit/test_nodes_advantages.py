@@ -9,7 +9,7 @@ import torch
 from knob_checks import knob_problem
 from torch.testing import assert_close
 
-from hflow import Sequences, State, nodes
+from hflow import Output, Sequences, State, algo, nodes
 from hflow.base.errors import RunError
 
 
@@ -133,6 +133,95 @@ def test_the_baseline_of_reinforce_pp_is_whitened_over_tokens():
     assert_close(got, scale * tensor(-1.25, 0.75, 0.75, 0.75, *[-0.25] * 4))
 
 
+def test_the_best_sample_gets_its_lead():
+    # Tang et al. 2025: without the best sample, the best of the group is 2; equal best ones have no lead.
+    seqs = Sequences.of([1] * 6, group=[0, 1, 0, 0, 1, 1])
+    reward = tensor(1.0, 5.0, 4.0, 2.0, 5.0, 0.0)
+    assert nodes.best_advantage(reward, seqs).tolist() == [0, 0, 2, 0, 0, 0]
+    by_definition = [max(1.0, 4.0, 2.0) - max(x) for x in ((4.0, 2.0), (1.0, 2.0), (1.0, 4.0))]
+    assert nodes.best_advantage(reward, seqs)[[0, 2, 3]].tolist() == by_definition
+    # verl's grpo_passk: over the unbiased deviation of 1, 4, 2, whose squares sum to 14 / 3.
+    found = nodes.best_advantage(reward, seqs, std=True, eps=1e-6)
+    assert_close(found[2], tensor(2 / ((7 / 3) ** 0.5 + 1e-6))[0])
+    assert nodes.best_advantage(tensor(3.0, 1.0, 1.0), Sequences.of([1] * 3, group=[0, 1, 1])).sum() == 0
+
+
+def test_the_best_and_worst_of_a_group_are_kept():
+    seqs = Sequences.of([1] * 7, group=[0, 1, 0, 0, 1, 1, 1])
+    reward = tensor(1.0, 2.0, 3.0, 2.0, 0.0, 2.0, 1.0)
+    kept = nodes.best_worst_mask(reward, seqs)
+    assert kept.tolist() == [True, True, True, False, True, False, False]  # of equal ones the first
+    kept = nodes.best_worst_mask(reward, seqs, best=0, worst=2)
+    assert kept.tolist() == [True, False, False, True, True, False, True]
+    with pytest.raises(RunError, match=r"keeps all samples .* best \+ worst = 4"):
+        nodes.best_worst_mask(reward, seqs, best=3)
+
+
+def test_maxrl_divides_by_the_mean():
+    # Tajwar et al. 2026: one of four right has 3 and -1, three of four 1/3 and -1; none of four has 0.
+    seqs = Sequences.of([1] * 12, group=[g for g in range(3) for _ in range(4)])
+    reward = tensor(*[1, 0, 0, 0], *[1, 1, 1, 0], *[0] * 4)
+    third = 1 / 3
+    expected = tensor(*[3, -1, -1, -1], third, third, third, -1, *[0] * 4)
+    assert_close(nodes.maxrl_advantage(reward, seqs), expected)
+    with pytest.raises(RunError, match="rewards must be 0 or more"):
+        nodes.maxrl_advantage(-reward, seqs)
+
+
+def test_maxrl_sums_pass_at_k():
+    """Its mean is the gradient of log p up to the term N - 1: the sum of (1 - p)^(k - 1), k = 1 ... N - 1."""
+    p, size, total = 0.3, 3, 0.0
+    for right in range(size + 1):
+        reward = tensor(*[1.0] * right, *[0.0] * (size - right))
+        advantages = algo.mean_normalised_advantage(reward, Sequences.of([1] * size, group=[0] * size))
+        score = reward / p - (1 - reward) / (1 - p)  # d log-prob / d p of one Bernoulli sample
+        total += math.comb(size, right) * p**right * (1 - p) ** (size - right) * (advantages * score).mean()
+    assert float(total) == pytest.approx(1 + (1 - p))
+
+
+def test_the_weight_of_the_entropy_follows_its_target():
+    # Skywork-OR1: it counts at the target or below, and grows there; above, it shrinks to 0 at least.
+    state, knobs = State(), {"target": 1.0, "change": 0.25, "upper": 0.5}
+    low, high = tensor(9.0, 0.5, 1.5, 1.0, 1.0), tensor(0.0, 2.0, 2.0, 2.0, 2.0)
+    found = []
+    for entropy in (low, low, low, high, high, high, low):
+        weights, metrics = nodes.adaptive_entropy(entropy, SEQS, state, **knobs)
+        assert weights.tolist() == [metrics["weight"]] * 5
+        found.append((metrics["weight"], state["weight"]))
+    assert found == [(0, 0.25), (0.25, 0.5), (0.5, 0.5), (0, 0.25), (0, 0), (0, 0), (0, 0.25)]
+    out = Output(logprobs=BEHAV, entropy=low)
+    loss, _ = nodes.actor_train(out, BEHAV, BEHAV, torch.zeros(5), SEQS, entropy_weights=tensor(*[0.25] * 5))
+    assert_close(loss, -low / 4)
+
+
+def test_roles_have_moving_baselines():
+    # SPIRAL: b = 0.5 b + 0.5 r from 0, then r - b. White: 0.5, then 0.25 - 0.5; black: -0.5.
+    state = State()
+    found, metrics = nodes.role_advantage(
+        tensor(1.0, -1.0, -1.0), ["white", "black", "white"], state, decay=0.5
+    )
+    assert_close(found, tensor(0.5, -0.5, -0.75))
+    assert state == {"white": -0.25, "black": -0.5}
+    assert metrics["baseline"] == -0.375
+    state = State(json.loads(json.dumps(state)))
+    found, _ = nodes.role_advantage(tensor(0.0), ["white"], state, decay=0.5)
+    assert_close(found, tensor(0.125))
+
+
+def test_the_optimal_token_baseline_weighs_by_energy():
+    # Li et al. 2026. Rewards 1 and 0; energies 1, 1 + 3 and 3, 3 + 1, 4 + 4, without a tool's token.
+    seqs = Sequences.of([2, 4, 1, 1], loss_mask=[1, 1, 1, 0, 1, 1, 1, 1], group=[0, 0, 1, 1])
+    gradient = tensor(1.0, 3.0, 3.0, 9.0, 1.0, 4.0, 1.0, 1.0)
+    found = nodes.optimal_token_advantage(tensor(1.0, 0.0, 2.0, 4.0), gradient, seqs)
+    # Baselines 1/4 and 4/8 at the first two positions, and the second sample's own reward at its third.
+    assert_close(found, tensor(0.75, 0.5, -0.25, 0.0, -0.5, 0.0, -1.0, 1.0))
+    probabilities = tensor(0.5, 0.3, 0.2)
+    logits = probabilities.log().requires_grad_()
+    (slope,) = torch.autograd.grad(torch.log_softmax(logits, 0)[1], logits)
+    out = Output(logprobs=probabilities[1:2].log(), topk=(torch.arange(3)[None], probabilities[None].log()))
+    assert_close(nodes.logit_gradient_inf(out, k=3), slope.square().sum()[None])
+
+
 def test_gdpo_keeps_rewards_apart():
     # Each reward of group 0 is +-1/sqrt(2) after its own normalisation; their sums are 0, those with weights
     # 2 and 1 are not. Group 1 has equal rewards.
@@ -183,6 +272,12 @@ def test_groups_of_one_are_refused(node):
     [
         (nodes.group_advantage, {"std": False, "std_over": "batch"}, (), "std_over has no effect"),
         (nodes.group_advantage, {"eps": 0.0}, (), "eps is 0.0; it must be more than 0"),
+        (nodes.best_worst_mask, {"best": 0, "worst": 0}, (), "one of them more than 0"),
+        (nodes.best_advantage, {"eps": 0.1}, (), "eps has no effect with std=false"),
+        (nodes.adaptive_entropy, {"change": 0.0}, (), "change is 0.0; it must be more than 0"),
+        (nodes.adaptive_entropy, {"initial": 2.0}, (), "initial is 2.0 and upper is 1.0"),
+        (nodes.actor_train, {"entropy_coef": 0.1}, ("entropy_weights",), "entropy_coef has no effect beside"),
+        (nodes.role_advantage, {"decay": 1.0}, (), "decay is 1.0; it must be from 0 to less than 1"),
         (nodes.group_advantage, {"length_power": 2.0}, (), "length_power is 2.0; it must be from 0 to 1"),
         (
             nodes.gdpo_advantage,

@@ -87,7 +87,11 @@ def test_group_advantage_is_centred_in_each_group():
 def test_the_behaviour_weight_multiplies_both_branches():
     theta = tensor(-1.0)
     loss, metrics = nodes.actor_train(
-        Output(logprobs=theta, entropy=tensor(0.5)), theta - math.log(3), theta, tensor(1.0)
+        Output(logprobs=theta, entropy=tensor(0.5)),
+        theta - math.log(3),
+        theta,
+        tensor(1.0),
+        Sequences.of([1]),
     )
     assert_close(loss, tensor(-3.0))
     assert not metrics["clip_fraction"].any()
@@ -99,7 +103,7 @@ def test_clipping_is_counted_where_it_is_active():
     prox = torch.zeros(6)
     out = Output(logprobs=tensor(0.7, 0.85, 1.25, 1.35, 0.7, 1.35).log(), entropy=prox)
     advantages = tensor(-1.0, -1.0, 1.0, 1.0, 1.0, -1.0)
-    _, metrics = nodes.actor_train(out, prox, prox, advantages, clip=0.2, clip_high=0.3)
+    _, metrics = nodes.actor_train(out, prox, prox, advantages, Sequences.of([6]), clip=0.2, clip_high=0.3)
     assert metrics["clip_fraction_low"].tolist() == [True] + [False] * 5
     assert metrics["clip_fraction_high"].tolist() == [False] * 3 + [True, False, False]
     assert metrics["clip_fraction"].tolist() == [True, False, False, True, False, False]
@@ -109,14 +113,16 @@ def test_the_kl_of_the_update_is_that_of_the_policy_that_drew_the_tokens():
     """KL(prox || theta) by its definition: the mean of the metric over tokens drawn from prox."""
     prox, theta = tensor(0.1, 0.2, 0.7), tensor(0.3, 0.3, 0.4)
     out = Output(logprobs=theta.log(), entropy=prox)
-    _, metrics = nodes.actor_train(out, prox.log(), prox.log(), torch.ones(3))
+    _, metrics = nodes.actor_train(out, prox.log(), prox.log(), torch.ones(3), Sequences.of([3]))
     assert_close((prox * metrics["kl"]).sum(), (prox * (prox / theta).log()).sum())
 
 
 def test_kl_and_entropy_join_the_loss():
     theta = tensor(-1.0)
     out = Output(logprobs=theta, entropy=tensor(2.0))
-    loss, _ = nodes.actor_train(out, theta, theta, tensor(0.0), tensor(-2.0), kl_coef=0.5, entropy_coef=0.1)
+    loss, _ = nodes.actor_train(
+        out, theta, theta, tensor(0.0), Sequences.of([1]), tensor(-2.0), kl_coef=0.5, entropy_coef=0.1
+    )
     assert_close(loss, tensor(0.5 * (math.exp(-1) - 1 + 1) - 0.2))
 
 

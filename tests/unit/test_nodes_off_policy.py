@@ -73,6 +73,20 @@ def test_far_sequences_and_tokens_are_rejected():
     assert kept.tolist() == [False, True, True, False, False]
 
 
+def test_gates_of_the_event_this_token():
+    """OpenRLHF's gates `tv` and `binary_kl`: of Bernoulli distributions, of a token or a sequence's mean."""
+    seqs, behav, prox = Sequences.of([2, 1]), tensor(0.5, 0.2, 0.6).log(), tensor(0.4, 0.5, 0.6).log()
+    kept, metrics = nodes.is_trusted(behav, prox, seqs, statistic="tv", extent="token", upper=0.2)
+    assert kept.tolist() == [True, False, True]
+    assert_close(metrics["divergence"], tensor(0.1, 0.3, 0.0))
+    kept, _ = nodes.is_trusted(behav, prox, seqs, statistic="tv", extent="sequence-mean", upper=0.19)
+    assert kept.tolist() == [False, False, True]
+    kl = [p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q)) for p, q in ((0.5, 0.4), (0.2, 0.5))]
+    kept, metrics = nodes.is_trusted(behav, prox, seqs, statistic="binary_kl", extent="token", upper=0.1)
+    assert kept.tolist() == [True, False, True]
+    assert_close(metrics["divergence"], tensor(*kl, 0.0))
+
+
 def test_m2po_drops_the_fewest_tokens():
     # Squares of the log-ratios: 0, 0.48, 0.48 and 1.92. Means of the smallest: 0, 0.24, 0.32 and 0.72.
     for limit, kept in ((0.3, 2), (0.33, 3), (0.73, 4), (1e-9, 1)):
@@ -85,7 +99,7 @@ def test_m2po_drops_the_fewest_tokens():
 def test_weights_of_a_node_take_the_place_of_the_cap():
     out = Output(logprobs=PROX, entropy=torch.zeros(5))
     weights, advantages = tensor(0.0, 10.0, 0.0, 0.5, 1.0), torch.ones(5)
-    loss, metrics = nodes.actor_train(out, BEHAV, PROX, advantages, behav_weights=weights)
+    loss, metrics = nodes.actor_train(out, BEHAV, PROX, advantages, SEQS, behav_weights=weights)
     assert_close(loss, -weights)
     assert "over_cap" not in metrics
 
@@ -99,6 +113,13 @@ def test_weights_of_a_node_take_the_place_of_the_cap():
         (nodes.is_trusted, {"lower": 0.1}, (), "lower has no effect with statistic=k3"),
         (nodes.is_trusted, {"statistic": "k1"}, (), "statistic=k1 has both signs and needs lower"),
         (nodes.is_trusted, {"statistic": "k1", "lower": 1.0}, (), "lower must be less than upper"),
+        (
+            nodes.is_trusted,
+            {"statistic": "tv", "upper": 1.0},
+            (),
+            "upper=1.0 has no effect with statistic=tv",
+        ),
+        (nodes.vespo_train, {}, ("behav_weights",), "list no node that returns behav_weights"),
         (nodes.m2po_mask, {"max_second_moment": 0.0}, (), "max_second_moment is 0.0; it must be more"),
         (nodes.actor_train, {"over_cap": "truncate"}, ("behav_weights",), "over_cap has no effect beside"),
         (nodes.actor_train, {"kl_importance": True}, (), "kl_importance has no effect while kl_coef is 0"),
@@ -131,8 +152,9 @@ def estimated_gradient(behav: torch.Tensor, estimator: str, **knobs) -> torch.Te
     """Return the mean gradient of the loss's KL over all tokens that behav draws."""
     logits = LOGITS.clone().requires_grad_()
     theta = torch.log_softmax(logits, -1)
-    out, zeros = Output(logprobs=theta, entropy=torch.zeros(3)), torch.zeros(3)
-    loss, _ = nodes.actor_train(out, behav, behav, zeros, REF, kl_coef=1.0, kl_estimator=estimator, **knobs)
+    out, zeros, seqs = Output(logprobs=theta, entropy=torch.zeros(3)), torch.zeros(3), Sequences.of([3])
+    knobs |= {"kl_coef": 1.0, "kl_estimator": estimator}
+    loss, _ = nodes.actor_train(out, behav, behav, zeros, seqs, REF, **knobs)
     (behav.exp() * loss).sum().backward()
     return logits.grad
 
@@ -162,10 +184,28 @@ def test_the_forward_kl_over_all_tokens_is_exact_and_over_some_a_lower_bound():
     loss, metrics = nodes.distill_train(out, ids, REF[ids])
     assert_close(loss, exact[None])
     assert_close(metrics["covered"], REF[ids].exp().sum(-1))
-    assert 0 < algo.topk_forward_kl(theta[:1], REF[:1]) < exact
+    assert 0 < algo.topk_divergence(theta[:1], REF[:1]) < exact
     equal = REF.clone().requires_grad_()
-    algo.topk_forward_kl(equal[:2], REF[:2]).backward()
+    algo.topk_divergence(equal[:2], REF[:2]).backward()
     assert_close(equal.grad, torch.zeros(3), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
+def test_generalised_jsd_is_that_of_gkd(beta: float):
+    """Agarwal et al. 2023, equation 1, over a vocabulary of three; two tokens and the rest are all of it."""
+    student = torch.log_softmax(LOGITS, -1)
+    p, q = (x.double() for x in (student, REF))
+    m = (beta * q.exp() + (1 - beta) * p.exp()).log()
+    ends = {0.0: (q.exp() * (q - p)).sum(), 1.0: (p.exp() * (p - q)).sum()}
+    between = beta * (q.exp() * (q - m)).sum() + (1 - beta) * (p.exp() * (p - m)).sum()
+    expected = ends.get(beta, between)
+    ids = torch.tensor([[2, 0]])
+    loss, _ = nodes.distill_train(
+        Output(logprobs_of=lambda chosen: student[chosen]), ids, REF[ids], beta=beta
+    )
+    assert_close(loss, expected.float()[None])
+    assert 0 < algo.topk_divergence(student[:1], REF[:1], beta) < expected
+    assert_close(algo.topk_divergence(REF[:2], REF[:2], beta), tensor(0.0)[0], atol=1e-6, rtol=0)
 
 
 def test_one_far_token_among_a_thousand_is_seen_by_every_statistic():
@@ -185,5 +225,5 @@ def test_one_far_token_among_a_thousand_is_seen_by_every_statistic():
 
 def test_measured_kl_is_not_capped():
     out = Output(logprobs=tensor(8.0).requires_grad_(), entropy=torch.zeros(1))
-    _, metrics = nodes.actor_train(out, tensor(0.0), tensor(0.0), tensor(1.0))
+    _, metrics = nodes.actor_train(out, tensor(0.0), tensor(0.0), tensor(1.0), Sequences.of([1]))
     assert_close(metrics["kl"].detach(), tensor(math.exp(8) - 9))

@@ -15,16 +15,19 @@ def tensor(*values: float) -> torch.Tensor:
     return torch.tensor(values)
 
 
+ONE, THREE = Sequences.of([1]), Sequences.of([3])
+
+
 def test_kl_in_the_loss_by_either_estimator():
     theta, ref = tensor(-1.0), tensor(-3.0)
     out = Output(logprobs=theta, entropy=tensor(0.0))
     for estimator, kl in {"k2": 2.0, "k3": math.exp(-2) - 1 + 2}.items():
         loss, metrics = nodes.actor_train(
-            out, theta, theta, tensor(0.0), ref, kl_coef=0.5, kl_estimator=estimator
+            out, theta, theta, tensor(0.0), ONE, ref, kl_coef=0.5, kl_estimator=estimator
         )
         assert_close(loss, tensor(0.5 * kl))
         assert_close(metrics["ref_kl"], tensor(kl))
-    loss, metrics = nodes.actor_train(out, theta, theta, tensor(0.0), ref)
+    loss, metrics = nodes.actor_train(out, theta, theta, tensor(0.0), ONE, ref)
     assert_close(loss, tensor(0.0))
     assert_close(metrics["ref_kl"], tensor(math.exp(-2) - 1 + 2))  # k3, where it is only reported
 
@@ -54,6 +57,13 @@ def test_kl_in_the_loss_by_either_estimator():
         (nodes.actor_train, {"kl_estimator": "k2"}, "kl_estimator has no effect while kl_coef is 0"),
         (nodes.sapo_train, {"tau_negative": 0.0}, "tau_negative is 0.0; it must be more than 0"),
         (nodes.dppo_train, {}, "it needs max_divergence"),
+        (nodes.dppo_train, {"max_divergence": 1.0}, "max_divergence=1.0 drops nothing, as tv is at most 1"),
+        (nodes.vespo_train, {}, None),
+        (nodes.vespo_train, {"prox": "recompute"}, "other weights would count twice. Set prox=none"),
+        (nodes.vespo_train, {"lambda_negative": 0.0}, "lambda_negative is 0.0; it must be more than 0"),
+        (nodes.high_entropy_train, {"share": 1.2}, "share is 1.2; it must be more than 0 and at most 1"),
+        (nodes.actor_train, {"off_policy_limit": 0.0}, "off_policy_limit is 0.0; it must be more than 0"),
+        (nodes.gmpo_train, {"off_policy_limit": -1.0}, "off_policy_limit is -1.0; it must be more than 0"),
         (nodes.dro_train, {}, "it needs dro_beta"),
         (nodes.dro_train, {"dro_beta": 0.0}, "dro_beta is 0.0; it must be more than 0"),
         (nodes.cispo_train, {"clip": 1.0, "clip_high": 4.0}, None),
@@ -65,6 +75,15 @@ def test_kl_in_the_loss_by_either_estimator():
         (nodes.critic_train, {"huber_delta": 0.0}, "huber_delta is 0.0; it must be more than 0, or null"),
         (nodes.dpo, {"label_smoothing": 0.5}, "label_smoothing is 0.5; it must be from 0 to less than 0.5"),
         (nodes.dpo, {"label_smoothing": 0.1, "loss": "ipo"}, "label_smoothing has no effect with loss=ipo"),
+        (nodes.dpo, {"label_smoothing": 0.1, "loss": "hinge"}, "no effect with loss=hinge"),
+        (nodes.dpo, {"loss": "robust"}, "loss=robust without label_smoothing is loss=sigmoid"),
+        (nodes.dpo, {"loss": "exo_pair"}, "loss=exo_pair needs label_smoothing"),
+        (nodes.dpo, {"loss": "exo_pair", "label_smoothing": 0.1}, None),
+        (nodes.kto, {"undesirable_weight": 0.0}, "undesirable_weight is 0.0; it must be more than 0"),
+        (nodes.orpo, {"odds_coef": 0.0}, "odds_coef is 0.0; it must be more than 0"),
+        (nodes.reward_train, {"centring_coef": -1.0}, "centring_coef is -1.0; it must be 0 or more"),
+        (nodes.distill_train, {"beta": 1.5}, "beta is 1.5; it must be from 0 to 1"),
+        (nodes.gspo_train, {"dual_clip": 0.5}, "dual_clip is 0.5; it must be more than 1, or null"),
     ],
 )
 def test_knobs_that_cannot_work_are_refused(node: Any, knobs: dict, expected: str | None):
@@ -76,7 +95,9 @@ def test_clip_higher_clips_increasing_probabilities_later():
     # DAPO, equation 8: 1 - 0.2 and 1 + 0.28.
     prox = torch.zeros(3)
     out = Output(logprobs=tensor(1.25, 1.4, 0.7).log(), entropy=prox)
-    loss, metrics = nodes.actor_train(out, prox, prox, tensor(1.0, 1.0, -1.0), clip=0.2, clip_high=0.28)
+    loss, metrics = nodes.actor_train(
+        out, prox, prox, tensor(1.0, 1.0, -1.0), THREE, clip=0.2, clip_high=0.28
+    )
     assert_close(loss, tensor(-1.25, -1.28, 0.8))
     assert metrics["clip_fraction"].tolist() == [False, True, True]
     assert metrics["clip_fraction_low"].tolist() == [False, False, True]
@@ -95,6 +116,31 @@ def test_gspo_takes_the_ratio_of_sequences():
     assert metrics["clip_fraction"].tolist() == [True, True]
     inside, _ = nodes.gspo_train(out, behav, behav, tensor(2.0, -1.0), seqs, clip=0.5, clip_high=None)
     assert_close(inside, tensor(-2 * math.sqrt(1.43), math.sqrt(0.4)))
+
+
+def test_gspo_with_dual_clip_and_by_length():
+    seqs = Sequences.of([2, 3, 2], loss_mask=[True] * 6 + [False])
+    # Geometric means 2, 8 and 8, of 2, 3 and 1 learned tokens. Ye et al. 2020, equation 5, bounds A < 0.
+    theta = tensor(1.0, 4.0, 8.0, 8.0, 8.0, 8.0, 5.0).log()
+    out, zeros, advantages = Output(logprobs=theta, entropy=theta), torch.zeros(7), tensor(-1.0, -1.0, 1.0)
+    loss, metrics = nodes.gspo_train(out, zeros, zeros, advantages, seqs, dual_clip=3.0)
+    assert_close(loss, tensor(2.0, 3.0, -1.0004))
+    assert metrics["dual_clip_fraction"].tolist() == [False, True, False]
+    loss, _ = nodes.gspo_train(out, zeros, zeros, advantages, seqs, by_length=True)
+    assert_close(loss, tensor(2 * 2.0, 3 * 8.0, -1.0004))
+
+
+def test_sapo_of_sequences():
+    # One ratio, sqrt(0.5 * 1.5), for both tokens. Their mean is the loss of the sequence.
+    seqs = Sequences.of([3], loss_mask=[True, True, False])
+    theta, prox = tensor(0.5, 1.5, 7.0).log().requires_grad_(), torch.zeros(3)
+    out = Output(logprobs=theta, entropy=prox)
+    loss, _ = nodes.sapo_train(out, prox, prox, torch.ones(3), seqs, tau_positive=2.0, level="sequence")
+    ratio = math.sqrt(0.75)
+    s = 1 / (1 + math.exp(-2 * (ratio - 1)))
+    assert_close(loss[:2], -2 * tensor(s, s))
+    (gradient,) = torch.autograd.grad(loss[:2].mean(), theta)
+    assert_close(gradient, -4 * s * (1 - s) * ratio * tensor(0.5, 0.5, 0.0))
 
 
 def test_a_reward_model_prefers_the_chosen():
@@ -116,6 +162,99 @@ def test_dpo_by_hand():
     assert_close(metrics["margin"], tensor(0.2))
 
 
+def test_centred_rewards_have_no_common_offset():
+    # Eisenstein et al. 2023, equation 2: log 2 + 0.1 (3 + 3)^2, with the gradient 0.2 * 6 on both.
+    scores = tensor(3.0, 3.0).requires_grad_()
+    loss, metrics = nodes.reward_train(
+        Output(scores=scores), Sequences.of([1, 1], group=[0, 0]), centring_coef=0.1
+    )
+    assert_close(loss, tensor(math.log(2) + 3.6))
+    assert_close(metrics["score"], tensor(3.0))
+    (gradient,) = torch.autograd.grad(loss.sum(), scores)
+    assert_close(gradient, tensor(1.2 - 0.5, 1.2 + 0.5))
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+C, R, S = 0.6, -0.2, 0.1
+"""Beta times the log-ratios of the chosen and the rejected answer, and the share of wrong labels."""
+Q = sigmoid(C - R)
+
+
+@pytest.mark.parametrize(
+    ("loss", "smoothing", "expected"),
+    [
+        ("hinge", 0.0, 1 - 0.8),
+        ("robust", S, -((1 - S) * math.log(Q) - S * math.log(1 - Q)) / (1 - 2 * S)),
+        ("exo_pair", S, Q * math.log(Q / (1 - S)) + (1 - Q) * math.log((1 - Q) / S)),
+        (
+            "nca_pair",
+            0.0,
+            -math.log(sigmoid(C)) - 0.5 * math.log(sigmoid(-C)) - 0.5 * math.log(sigmoid(-R)),
+        ),
+        ("apo_zero", 0.0, sigmoid(R) - sigmoid(C)),  # TRL: 1 more
+        ("apo_down", 0.0, sigmoid(C) - sigmoid(C - R)),  # TRL: 1 more
+    ],
+)
+def test_losses_of_preferences_are_those_of_their_papers(loss: str, smoothing: float, expected: float):
+    seqs, ref = Sequences.of([2, 1], group=[0, 0]), tensor(-1.0, -1.0, -2.0)
+    theta = ref + tensor(2.0, 4.0, -2.0)
+    found, metrics = nodes.dpo(
+        Output(logprobs=theta), ref, seqs, beta=0.1, loss=loss, label_smoothing=smoothing
+    )
+    assert_close(found, tensor(expected))
+    assert_close(metrics["margin"], tensor(C - R))
+
+
+def test_robust_dpo_is_unbiased_and_exo_is_least_at_the_labels():
+    margin = tensor(0.7)
+    right, wrong = (algo.robust_loss(x, 0.2) for x in (margin, -margin))
+    assert_close(0.8 * right + 0.2 * wrong, algo.pairwise_loss(margin))
+    assert_close(algo.exo_loss(tensor(math.log(0.8 / 0.2)), 0.2), tensor(0.0))
+    assert not algo.hinge_loss(tensor(1.5)).any()
+
+
+def test_orpo_by_hand():
+    # Hong et al. 2024, equations 4 to 7. Geometric means 1/2 and 1/4: odds 1 and 1/3.
+    seqs = Sequences.of([3, 1], loss_mask=[False, True, True, True], group=[0, 0])
+    logprobs = tensor(0.0, 0.25, 1.0, 0.25).log()
+    loss, metrics = nodes.orpo(Output(logprobs=logprobs), seqs, odds_coef=0.5)
+    assert_close(loss, tensor(math.log(2) + 0.5 * math.log(1 + 1 / 3)))
+    assert_close(metrics["margin"], tensor(math.log(2)))
+    certain = torch.zeros(1, requires_grad=True)  # p = 1
+    algo.orpo_loss(certain, tensor(-1.0), 0.5).sum().backward()
+    assert torch.isfinite(certain.grad).all()
+
+
+def test_kto_by_hand():
+    # Ethayarajh et al. 2024, equation 8. Log-ratios 1 and 2; the unrelated answers' are 3 and -2: z = 0.5.
+    seqs = Sequences.of([2, 1, 1, 1], group=[0, 0, 1, 1])
+    ref = torch.zeros(5)
+    theta = tensor(0.5, 0.5, 3.0, 2.0, -2.0).requires_grad_()
+    point = nodes.kto.__hflow_first_pass__(theta.detach(), ref, seqs)
+    assert point.tolist() == [0.5] * 4
+    knobs = {"beta": 0.2, "desirable_weight": 2.0, "undesirable_weight": 0.5}
+    loss, metrics = nodes.kto(Output(logprobs=theta), ref, tensor(1, 1, 0, 0), point, seqs, **knobs)
+    good, bad = sigmoid(0.2 * (1 - 0.5)), sigmoid(0.2 * (0.5 - 2))
+    assert_close(loss, tensor(2 * (1 - good), 0.5 * (1 - bad)))
+    assert metrics["accuracy"].tolist() == [True, False]
+    (gradient,) = torch.autograd.grad(loss.sum(), theta)
+    slopes = [-2 * 0.2 * good * (1 - good)] * 2 + [0, 0.5 * 0.2 * bad * (1 - bad), 0]
+    assert_close(gradient, tensor(*slopes))
+    assert not nodes.kto.__hflow_first_pass__(-theta.detach(), ref, seqs).any()  # a mean of -0.5 counts as 0
+
+
+def test_dft_weighs_by_the_probability():
+    # Wu et al. 2025: the gradient is that of -p, so a token of p = 1/4 counts a quarter.
+    theta = tensor(0.25, 0.5).log().requires_grad_()
+    loss = nodes.sft_train(Output(logprobs=theta), loss="dft")
+    assert_close(loss, tensor(0.25 * math.log(4), 0.5 * math.log(2)))
+    (gradient,) = torch.autograd.grad(loss.sum(), theta)
+    assert_close(gradient, tensor(-0.25, -0.5))
+
+
 @pytest.mark.parametrize(
     ("clip", "loss", "clipped"),
     # Old value 0, new 0.5, return 1: clipped at 0.2 the error is 0.64, else 0.25, and half of it counts.
@@ -134,7 +273,7 @@ def surrogate(
     """Return the entries of a train node, their gradients, and its metrics, with prox = behav."""
     theta = theta.clone().requires_grad_()
     out = Output(logprobs=theta, entropy=torch.zeros_like(theta))
-    loss, metrics = node(out, prox, prox, advantages, **knobs)
+    loss, metrics = node(out, prox, prox, advantages, Sequences.of([len(theta)]), **knobs)
     loss.sum().backward()
     return loss.detach(), theta.grad, metrics
 
@@ -178,6 +317,69 @@ def test_dppo_drops_tokens_that_leave_the_trust_region():
     assert_close(kl[0], torch.tensor(0.3 * math.log(0.5) + 0.7 * math.log(0.7 / 0.4)))
     loss, *_ = surrogate(nodes.dppo_train, theta, prox, advantages, divergence="kl", max_divergence=0.05)
     assert_close(loss, tensor(0.0, 2.0, -11.0, 0.0))
+
+
+def test_a_symmetric_region_also_drops_what_would_come_back():
+    # Changes of probability 0.3 with A < 0, which the gradient reverses, and 0.05.
+    theta, prox = tensor(0.6, 0.35).log(), tensor(0.3, 0.3).log()
+    knobs = {"max_divergence": 0.1, "symmetric": True}
+    loss, _, metrics = surrogate(nodes.dppo_train, theta, prox, tensor(-1.0, 1.0), **knobs)
+    assert_close(loss, tensor(0.0, -0.35 / 0.3))
+    assert metrics["clip_fraction"].tolist() == [True, False]
+
+
+def test_vespo_weighs_sequences_by_its_kernel():
+    # Shen et al. 2026: W = 0.5 * 3 = 1.5 of two learned tokens with A > 0, and 0.5 of one with A < 0.
+    seqs = Sequences.of([3, 1], loss_mask=[False, True, True, True])
+    behav = tensor(1.0, 0.4, 0.1, 0.8).log()
+    theta = (behav + tensor(9.0, 0.5, 3.0, 0.5).log()).requires_grad_()
+    advantages = tensor(0.0, 2.0, 2.0, -1.0)
+    out = Output(logprobs=theta, entropy=behav)
+    loss, metrics = nodes.vespo_train(out, behav, behav, advantages, seqs)
+    high, low = 1.5**2 * math.exp(3 * (1 - 1.5)), 0.5**3 * math.exp(2 * (1 - 0.5))
+    assert_close(metrics["phi"][1:], tensor(high, high, low))
+    (gradient,) = torch.autograd.grad(loss[1:].sum(), theta)
+    assert_close(gradient, tensor(0.0, -2 * high, -2 * high, low))  # -phi A, and none through phi
+    assert_close(loss[3], low * theta.detach()[3])
+    _, far = algo.vespo_surrogate(tensor(0.0, 0.0), tensor(-90.0, 0.0), torch.ones(2), Sequences.of([2]))
+    assert far.tolist() == [0.0, 0.0]
+
+
+def test_bad_answers_that_the_policy_left_are_masked():
+    # DeepSeek-V3.2: means of log(behav / theta) of 0.5 (A < 0), 0.5 (A > 0) and 0.1 (A < 0), with delta 0.2.
+    seqs = Sequences.of([2, 2, 3], loss_mask=[True] * 6 + [False])
+    theta = tensor(-2.0, -1.0, -2.0, -1.0, -1.2, -1.0, -9.0)
+    behav, advantages = -torch.ones(7), tensor(-1.0, -1.0, 1.0, 1.0, -1.0, -1.0, 0.0)
+    ref, out = theta - 1, Output(logprobs=theta, entropy=behav)
+    kept = tensor(0.0, 0.0, 1.0, 1.0, 1.0, 1.0)
+    both = [
+        nodes.reinforce_train(out, behav, behav, advantages, seqs, ref, off_policy_limit=limit)
+        for limit in (0.2, None)
+    ]
+    assert_close(both[0][0][:6], kept * both[1][0][:6])
+    assert both[0][1]["off_policy"][:6].tolist() == (kept == 0).tolist()
+    assert "off_policy" not in both[1][1]
+    # The KL to the reference still holds masked tokens.
+    knobs = {"kl_coef": 0.5, "off_policy_limit": 0.2}
+    loss, _ = nodes.reinforce_train(out, behav, behav, advantages, seqs, ref, **knobs)
+    assert_close(loss[0], tensor(0.5 * algo.kl_k3(theta[0], ref[0]).item())[0])
+    whole = tensor(-1.0, 1.0, -1.0)
+    loss, metrics = nodes.gspo_train(out, behav, behav, whole, seqs, off_policy_limit=0.2)
+    assert metrics["off_policy"].tolist() == [True, False, False]
+    assert loss.tolist()[0] == 0 != loss.tolist()[2]
+
+
+def test_the_loss_of_uncertain_tokens_alone():
+    # Wang et al. 2025: the top half of four learned tokens by entropy.
+    seqs = Sequences.of([3, 2], loss_mask=[False, True, True, True, True])
+    entropy = tensor(9.0, 0.1, 2.0, 0.5, 0.0)
+    chosen = nodes.high_entropy_train.__hflow_first_pass__(entropy, seqs, share=0.5)
+    assert chosen.tolist() == [False, False, True, True, False]
+    theta = tensor(1.0, 1.5, 1.5, 0.9, 0.9).log().requires_grad_()
+    prox, out = torch.zeros(5), Output(logprobs=theta, entropy=entropy)
+    loss, metrics = nodes.high_entropy_train(out, prox, prox, torch.ones(5), seqs, chosen)
+    assert_close(loss, tensor(0.0, 0.0, -1.2, -0.9, 0.0))
+    assert int(metrics["trained.sum"].sum()) == 2
 
 
 def test_reinforce_and_dro_have_the_gradients_of_their_papers():
@@ -226,12 +428,14 @@ def test_losses_of_the_entropy_mechanism():
     prox = tensor(0.2, 0.2, 0.2).log()
     theta, chosen = (prox + math.log(1.5)).requires_grad_(), torch.tensor([True, False, False])
     out, advantages = Output(logprobs=theta, entropy=prox), tensor(-1.0, -1.0, 1.0)
-    loss, metrics = nodes.clip_cov_train(out, prox, prox, advantages, chosen)
+    loss, metrics = nodes.clip_cov_train(out, prox, prox, advantages, THREE, chosen)
     assert_close(loss, tensor(0.0, 1.5, -1.2))
     (gradient,) = torch.autograd.grad(loss.sum(), theta)
     assert gradient.tolist() == pytest.approx([0.0, 1.5, 0.0])
     assert (int(metrics["dropped.sum"].sum()), metrics["clip_fraction"].tolist()) == (1, [False, False, True])
-    loss, metrics = nodes.kl_cov_train(out, prox - math.log(2), prox, advantages, chosen, cov_kl_coef=0.5)
+    loss, metrics = nodes.kl_cov_train(
+        out, prox - math.log(2), prox, advantages, THREE, chosen, cov_kl_coef=0.5
+    )
     assert_close(loss, 2 * tensor(1.5 + 0.5 * math.log(1.5), 1.5, -1.5))
     (gradient,) = torch.autograd.grad(loss.sum(), theta)
     assert gradient.tolist() == pytest.approx([2 * (1.5 + 0.5), 3.0, -3.0])

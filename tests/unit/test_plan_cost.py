@@ -52,7 +52,7 @@ from hflow.planner.forecast.cost.generation import (
     generate,
     prefill,
 )
-from hflow.planner.forecast.cost.kernels import layer_products
+from hflow.planner.forecast.cost.kernels import layer_products, pass_seconds
 from hflow.planner.forecast.cost.rank_collectives import (
     MIN_UNIT_BYTES,
     Passes,
@@ -900,6 +900,18 @@ def test_a_device_without_fp8_multiplies_quantised_weights_in_the_compute_dtype(
     engine = side(backend="vllm", dtype="bf16", quantization="fp8", host=HostTimes())
     assert decode_step(engine, 1e4, 0).seconds == pytest.approx(2 * 1e4 * 153_856 / 2e12)
     assert decode_step(engine, 1, 0).seconds == pytest.approx((147_456 + 2 * 6_400) / 1e11)
+
+
+def test_layers_of_a_trainer_multiply_in_fp8_and_quantise_inputs_weights_and_gradients():
+    options = {"backend": "megatron", "dtype": "bf16", "hardware": FP8_TOY, "host": HostTimes(passes=0.0)}
+    fast, plain = (side(**options, fp8=fp8) for fp8 in ("tensorwise", None))
+    # Forward and backward of 4 x 36,864 weights in fp8, and of 6,400 of the output matrix in bf16.
+    batch = work(1e6)
+    products = 6e6 * (147_456 / 4e12 + 6_400 / 2e12)
+    # A token's inputs are 64, 64, 64 and 128 values, gradients of outputs 128, 64, 256 and 64; 6 bytes each.
+    quantised = 6 * 4 * (1e6 * (320 + 512) + 36_864) / 1e11
+    assert pass_seconds(fast, batch, 1, 3, 3, 3) == pytest.approx(products + quantised)
+    assert pass_seconds(plain, batch, 1, 3, 3, 3) == pytest.approx(6e6 * 153_856 / 2e12)
 
 
 def test_new_weights_are_quantised_when_they_are_loaded():

@@ -16,6 +16,7 @@ from hflow.base.errors import BackendError, ConfigError, NotYetError
 from hflow.engines.vllm import checks
 from hflow.launch.planning.compile import Compiled, compile_plan_file, compile_recipe, plan_file_text
 from hflow.launch.running.preflight import check_faults, check_saving, check_variables, refuse_unrunnable
+from hflow.launch.running.worker_setup import _engine_options
 from hflow.planner.models.descriptors import InstallProblem, engine_kind
 from hflow.planner.plan.serialise import to_json
 from hflow.report.html.plan import render_page
@@ -57,7 +58,7 @@ def test_the_plan_says_when_the_embedded_engine_has_no_forward_of_its_own_for_a_
     through_modules = (
         "embedded: the cluster is cpu; it runs through the modules of transformers, which is slower: "
     )
-    assert engine("models.actor.lora={}") == through_modules + "it has adapters"
+    assert engine("models.actor.lora={}") == through_modules + "it has adapters; adapters beside its weights"
     other = ("models.actor.path=null", "models.actor.architecture.model_type=olmo2")
     assert engine(*other) == through_modules + "olmo2 is none of llama, mistral, qwen2, qwen3"
 
@@ -97,6 +98,17 @@ def test_the_plan_prints_the_largest_batch_of_vllm():
     line = "1,169 sequences of mean length, in 1 GiB of KV cache of actor@gen"
     assert f"largest batch {line}" in shown(compiled)
     assert f"Largest batch: {line}." in render_page(compiled.plan)
+
+
+def test_the_plan_sizes_the_pages_of_the_embedded_engine_on_gpus():
+    settings = (*H100, "models.actor.gen.engine=embedded", "placement='actor,actor.gen=all:d8'")
+    (engine,) = compile_recipe(GRPO, (*settings, "models.actor.gen.cache_gib=1")).plan.engines
+    assert (engine.cache_bytes, engine.largest_batch) == (2**30, 1_169)  # as many blocks as vLLM has
+    compiled = compile_recipe(GRPO, settings)
+    (engine,) = compiled.plan.engines
+    (replica,) = (one for one in compiled.plan.replicas if one.name == "actor@gen")
+    assert _engine_options(compiled, replica)["cache_bytes"] == engine.cache_bytes
+    assert "of KV cache of actor@gen" in shown(compiled)
 
 
 def test_a_plan_file_keeps_its_engine_on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -176,9 +188,14 @@ CANNOT_RUN = [
         "models.actor.gen.cache_gib=0.001 or more, or a smaller max_model_len.",
     ),
     (
+        ("cluster=h100-1x1", "models.actor.gen.engine=embedded", "models.actor.gen.cache_gib=0.00001"),
+        "models.actor.gen.cache_gib is 1e-05, but a sequence of max_model_len 64 needs 0.001 GiB. Set "
+        "models.actor.gen.cache_gib=0.001 or more, or a smaller max_model_len.",
+    ),
+    (
         ("models.actor.gen.cache_gib=1",),
-        "models.actor.gen.cache_gib is set, but the cache of the embedded engine has a slot for each of "
-        "max_running sequences. Set models.actor.gen.max_running instead, and cache_gib=null.",
+        "models.actor.gen.cache_gib is set, but on a CPU the cache of the embedded engine has a slot for "
+        "each of max_running sequences. Set models.actor.gen.max_running instead, and cache_gib=null.",
     ),
     (
         ("cluster=cpu-2x1", "workers=inproc"),
@@ -318,6 +335,23 @@ def test_vllm_and_torch_that_do_not_fit_together(monkeypatch: pytest.MonkeyPatch
     )
 
 
+QWEN_7B = ("model@models.actor=qwen2.5-7b", "models.actor.path=null")
+LARGE_RANK = (*QWEN_7B, "models.actor.lora={r: 1024, targets: [q_proj, o_proj]}")
+
+
+def test_the_plan_says_where_an_engine_has_adapters():
+    vllm = (*QWEN_7B, VLLM, "cluster=h100-1x8", "models.actor.lora={r: 12}")
+    on_cuda = "vllm: as configured; it schedules a step ahead; adapters "
+    for overrides, where in (
+        (vllm, "beside its weights"),
+        ((*vllm, "models.actor.dtype=fp32"), "merged: on GPUs, vllm's kernels of adapters need dtype=bf16"),
+        ((*vllm, *LARGE_RANK), "merged: vllm has no buffers for rank 1024 (at most 512)"),
+    ):
+        assert engine(*overrides) == on_cuda + where
+        replica = compile_recipe(GRPO, list(overrides)).plan.replica("actor@gen")
+        assert replica.merges_adapters == where.startswith("merged")
+
+
 FP8 = "models.actor.gen.quantization=fp8"
 
 
@@ -327,7 +361,10 @@ FP8 = "models.actor.gen.quantization=fp8"
         (["models.actor.gen.engine=embedded"], "the engine embedded does not quantise weights"),
         ([VLLM], "vllm quantises models in bf16. Set models.actor.dtype=bf16"),
         ([VLLM, "cluster=a100-80g-1x1"], "a100-80g does not compute in fp8"),
-        ([VLLM, "cluster=h100-1x1", "models.actor.lora={}"], "Remove models.actor.lora"),
+        (
+            [VLLM, "cluster=h100-1x8", *LARGE_RANK],
+            "adapters would be merged, which quantised weights do not allow: vllm has no buffers",
+        ),
         (
             [VLLM, "cluster=h100-1x8", "model@models.actor=qwen3-30b-a3b", "models.actor.gen.layout=d2t4"],
             "2048 by 192 entries on each tensor rank, to multiples of 128",
@@ -340,6 +377,8 @@ def test_what_cannot_be_quantised_is_refused_while_planning(overrides: list[str]
 
 
 def test_gpus_that_compute_in_fp8():
+    beside = compile_recipe(GRPO, [FP8, VLLM, "cluster=h100-1x1", "models.actor.lora={}"]).plan
+    assert beside.unrunnable == ()
     for device in ("h100", "l40s", "b200"):
         plan = compile_recipe(GRPO, [FP8, VLLM, f"cluster={device}-1x1"]).plan
         assert plan.unrunnable == ()

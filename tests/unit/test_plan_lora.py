@@ -12,16 +12,19 @@ from model_configs import model_config
 
 from hflow.base.errors import PlanError
 from hflow.config.schema import LoraConfig
-from hflow.engines.vllm.memory import process_state
+from hflow.engines.vllm.memory import layer_being_loaded, process_state
 from hflow.graph.model import Model
 from hflow.planner.compile import compile_plan
 from hflow.planner.forecast.cost.flops import Work
 from hflow.planner.forecast.cost.kernels import pass_seconds
+from hflow.planner.forecast.cost.rank_collectives import Passes, tensor_collectives
 from hflow.planner.forecast.cost.training import local_weights, train
 from hflow.planner.forecast.memory import transfer
+from hflow.planner.forecast.memory.parts import engine_weights
 from hflow.planner.plan.request import trained_shape
-from hflow.shapes.model_shape import adapter_targets, num_parameters, tensors
+from hflow.shapes.model_shape import Experts, adapter_targets, num_parameters, tensors
 from hflow.training.fsdp import memory
+from hflow.training.megatron import memory as megatron_memory
 
 LORA = LoraConfig(r=4, alpha=8)
 ADAPTERS = 4 * 4 * ((64 + 64) * 2 + (64 + 32) * 2 + (64 + 128) * 3)
@@ -57,6 +60,22 @@ def test_weights_are_in_the_compute_dtype_and_only_adapters_have_moments():
     assert not memory.model_state(replace(base, replica=replace(base.replica, base_of="m@train")))
 
 
+def test_tensor_ranks_of_megatron_divide_one_matrix_of_each_adapter():
+    """Of q, k, v, gate and up B, of o and down A, on 2 ranks; both weights and optimizer state follow."""
+    whole = 4 * 4 * (5 * 64 + 2 * 64)  # A of the five that read 64 inputs, B of the two that write 64
+    held = whole + (ADAPTERS - whole) // 2
+    bf16 = rank(layout="t2", backend="megatron", lora=LORA, dtype="bf16")
+    assert bf16.trained.total == held
+    assert named(megatron_memory.model_state(bf16)) == {
+        "weights": 2 * bf16.sizes.total,
+        "adapters": 2 * held,
+        "gradients": 4 * held,
+        "optimizer": 12 * held,
+    }
+    base = rank(role="infer", backend="megatron")
+    assert not megatron_memory.model_state(replace(base, replica=replace(base.replica, base_of="m@train")))
+
+
 def test_only_adapters_are_saved_and_sent():
     weights, state = "copy of the weights", "copy of the optimizer's state"
     saved = {weights: 2 * ADAPTERS, state: 12 * ADAPTERS, "buckets": 2 * 4 * 128}  # a cast of one tensor
@@ -64,7 +83,13 @@ def test_only_adapters_are_saved_and_sent():
     merged = rank(lora=LoraConfig(r=4, save_merged=True))
     assert named(transfer.save_checkpoint(merged))[weights] == 4 * (ADAPTERS + 160_832)
     engine = rank(backend="vllm", lora=LORA)
-    assert named(process_state(engine, 0))["base weights"] == 4 * engine.sizes.total
+    merging = replace(engine, replica=replace(engine.replica, merges_adapters=True))
+    assert named(process_state(merging, 0))["base weights"] == 4 * engine.sizes.total
+    assert "base weights" not in named(process_state(engine, 0))
+    assert engine_weights(engine) - engine_weights(merging) == 4 * 2 * ADAPTERS  # in buffers of rank 8
+    largest = 4 * 128  # r times the columns of the MLP
+    assert named(layer_being_loaded(engine, 1)) == {"adapter being loaded": (4 + 2 * 4) * largest}
+    assert named(layer_being_loaded(merging, 1)).keys() == {"layer being loaded", "merged adapter"}
 
 
 def test_frozen_matrices_have_no_gradient():
@@ -80,6 +105,21 @@ def test_frozen_matrices_have_no_gradient():
     assert rate < products
     assert difference == pytest.approx((2 * 153_856 * 1000 - of_adapters) / products, rel=1e-6)
     assert local_weights(side(lora=LORA, layout="d2")) == ADAPTERS / 2
+
+
+def test_tensor_ranks_exchange_r_numbers_for_each_token():
+    """In fp32, 4 layers, forward and backward: q, k and v together, o, gate and up together, down."""
+    work = Work(groups=1, sequences=1, tokens=1000, rows=1000, learned=1000, squares=0)
+    passes = Passes.of(1, 2)
+    for shared, kinds in ((True, ("all-gather", "reduce-scatter")), (False, ("all-reduce",))):
+        rows = {}
+        for one in tensor_collectives(
+            side(lora=LORA, layout="t2", backend="megatron", sequence_parallel=shared), work, passes
+        ):
+            rows[one.kind, one.num_bytes] = rows.get((one.kind, one.num_bytes), 0) + one.times
+        for kind in kinds:
+            together = (kind, 4 * 1000 * 3 * 4), (kind, 4 * 1000 * 2 * 4), (kind, 4 * 1000 * 4)
+            assert [rows[key] for key in together] == [4, 4, 8]
 
 
 def lora_plan(ref=None, **actor):
@@ -119,17 +159,34 @@ def test_routes_have_the_adapters_alone():
     [
         (
             {"lora": LoraConfig(targets=("q_prj",))},
-            r"lora\.targets: .* no module 'q_prj'; did you mean 'q_proj'",
+            r"lora\.targets: .* no matrix 'q_prj'; did you mean 'q_proj'",
+        ),
+        ({"lora": LoraConfig(targets=())}, r"actor\.lora\.targets is empty, so nothing is trained"),
+        (
+            {"lora": LoraConfig(r=64)},
+            r"actor\.lora\.r is 64, but v_proj has only 32 rows or columns; set models\.actor\.lora\.r=32 or",
         ),
         (
-            {"backend": "megatron"},
-            "the megatron backend cannot train adapters; set models.actor.backend=torch",
+            {"lora": LoraConfig(targets=("embed_tokens",))},
+            "no matrix 'embed_tokens' .* embeddings, routers and experts have no adapters",
+        ),
+        (
+            {"backend": "megatron", "kernels": "transformer_engine"},
+            r"kernels is transformer_engine, but adapters are added .* set models\.actor\.kernels=torch",
         ),
     ],
 )
 def test_what_adapters_are_refused_for(changes, message):
     with pytest.raises(PlanError, match=message):
         lora_plan(**changes)
+
+
+def test_a_stage_without_adapters_is_refused():
+    shape = replace(SMALL, experts=Experts(num=4, per_token=2, intermediate=16, first=2))
+    graph, few = graphs.sft(), LoraConfig(r=4, targets=("gate_proj",))
+    models = {"actor": model_config(lora=few, backend="megatron", layout="p2")}
+    with pytest.raises(PlanError, match=r"stage 1 of layout d1t1p2 has no matrix of .*lora\.targets"):
+        compile_plan(graph, graphs.request(models=models, shapes={"actor": shape}))
 
 
 def test_a_node_that_works_on_all_weights_is_refused():

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import memory_kit as kit
+import numpy as np
 import plan_graphs as graphs
 import pytest
 import ranks
@@ -16,12 +17,13 @@ from hypothesis import strategies as st
 from memory_kit import LLAMA_7B, SMALL, microbatch, named, rank
 from model_configs import model_config
 
-from hflow.base.errors import PlanError
+from hflow.base.errors import ConfigError, PlanError
 from hflow.config.schema import WorkloadConfig
 from hflow.engines.embedded import memory as embedded_memory
-from hflow.engines.embedded.cache import KVCache, padded_length
+from hflow.engines.embedded.cache import SlotCache
 from hflow.engines.embedded.engine import EmbeddedEngine, EngineOptions
 from hflow.engines.interface import SamplingParams
+from hflow.engines.request import GenerationRequest
 from hflow.engines.vllm import memory as vllm_memory
 from hflow.models.host_offload import MAX_LEAVING
 from hflow.models.settings import ModelSettings
@@ -283,6 +285,23 @@ def test_a_pipeline_stage_holds_one_micro_batch_per_remaining_stage():
     assert named(two)["activations"] == 2 * layer
 
 
+def test_products_in_fp8_keep_a_byte_of_their_inputs_and_weights_in_two_layouts():
+    # A layer keeps two norms of 64 and the product of 128 rows with a byte less each: 256 a token. Of its
+    # 36,864 weights there are two bytes for each of the three micro-batches in flight.
+    batch = microbatch(1_000, 0, num=8)
+    options = {"dtype": "bf16", "stage": 1}
+    plain, fp8 = (
+        named(megatron_memory.train_step(rank(SMALL, "p4", "megatron", fp8=x, **options), batch))
+        for x in (None, "tensorwise")
+    )
+    assert plain["activations"] - fp8["activations"] == 3 * 256 * 1_000
+    assert fp8["weights in FP8"] == 3 * 2 * 36_864
+    again = rank(SMALL, "p4", "megatron", fp8="tensorwise", activation_checkpointing=True, **options)
+    assert named(megatron_memory.train_step(again, batch))["weights in FP8"] == 2 * 36_864
+    inferring = megatron_memory.infer_step(again, batch)
+    assert named(inferring)["weights in FP8"] == 36_864
+
+
 # --------------------------------------------------------------------------------- micro-batches
 def batch_of(plan, node, lengths, data, **asked):
     return largest_microbatch(plan, plan.graph.node(node), lengths, model_config(**asked), data)
@@ -360,6 +379,27 @@ def test_the_largest_batch_of_a_vllm_cache():
     assert vllm_memory.max_sequences(vllm_rank(), cache, 64) == 25
     assert vllm_memory.max_sequences(vllm_rank(), cache, 64.5) == 20
     assert vllm_memory.max_sequences(vllm_rank(), cache, 10_000) == 1
+
+
+def test_the_pages_of_an_embedded_engine_on_a_gpu():
+    """As large as the longest sequences need, within nine tenths of the memory, but at least one sequence."""
+
+    def on_gpu(**asked):
+        return rank(
+            LLAMA_7B, "d1", "embedded", on_cpu=False, dtype="bf16", **{"max_model_len": 1_000} | asked
+        )
+
+    load = parts.EngineLoad(num_running=100, prompt=10, longest=1_000, prefill=10)
+    page = 16 * TOKEN
+    assert embedded_memory.cache_bytes(on_gpu(), load, 0, -(2**60)) == (100 * 63 + 1) * page
+    found = embedded_memory.cache_bytes(on_gpu(), load, 100_000 * page, 85_000 * page - 1)
+    assert found == 5_000 * page
+    assert embedded_memory.cache_bytes(on_gpu(), load, 0, 2**60) == 64 * page
+    assert embedded_memory.cache_bytes(on_gpu(cache_gib=1.5), load, 0, 2**60) == 3 * 2**29
+    assert embedded_memory.max_sequences(on_gpu(), 101 * page, 64.5) == 20
+    # A full cache lets sequences be prefilled again: 8,192 tokens at once, whatever the prompts are.
+    step = named(embedded_memory.decode_step(on_gpu(), load))
+    assert step["activations"] > 8_192 * 3 * 11_008 * 2
 
 
 def test_vllm_weights_have_a_padded_vocabulary():
@@ -480,7 +520,7 @@ def test_an_engine_on_its_own_devices_loads_weights_beside_its_cache():
         if kept:
             total = sum(one.num_bytes for one in (*loading.resident, *loading.transient))
             assert kept == cache
-            assert total <= vllm_memory.MEMORY_BUDGET * plan.cluster.memory_bytes
+            assert total <= parts.MEMORY_BUDGET * plan.cluster.memory_bytes
     assert [kept > 0 for kept in caches.values()] == [True, False]
 
 
@@ -512,10 +552,10 @@ def test_a_step_of_vllm_prefills_or_samples():
 
 @given(st.integers(1, 300), st.integers(2, 600))
 def test_the_estimated_cache_grows_as_that_of_the_engine(prompt, response):
-    real = KVCache(max_slots=8)
-    real.reserve(1, max(padded_length(1), prompt))
+    real = SlotCache(max_slots=8)
+    real.enter([GenerationRequest(0, SamplingParams(), [5] * prompt, prompt, 999)])
     for length in range(prompt + 1, prompt + response):
-        real.reserve(1, padded_length(length))
+        assert real.grow(np.array([length])) == 1
     assert embedded_memory.slot_length(prompt, prompt + response) == real._length
 
 
@@ -982,23 +1022,25 @@ def test_smaller_micro_batches_are_advised_first():
 
 
 def test_recomputation_is_advised_where_one_sequence_is_too_large():
-    capacity = peak_of(tokens_per_microbatch=400, activation_checkpointing=True)
-    message = refused(capacity, tokens_per_microbatch=400)
+    capacity = peak_of(tokens_per_microbatch=400, activation_checkpointing=True, max_running=1)
+    message = refused(capacity, tokens_per_microbatch=400, max_running=1)
     assert ". Set models.actor.activation_checkpointing=true (" in message
 
 
 def test_recomputation_and_smaller_micro_batches_together():
     # Inference has the smaller micro-batches already.
-    capacity = peak_of(tokens_per_microbatch=400, activation_checkpointing=True)
-    message = refused(capacity, tokens_per_microbatch=800)
+    capacity = peak_of(tokens_per_microbatch=512, activation_checkpointing=True, max_running=1)
+    message = refused(capacity, tokens_per_microbatch=800, max_running=1)
     assert "models.actor.tokens_per_microbatch=512 models.actor.activation_checkpointing=true (" in message
 
 
 def test_fewer_sequences_at_once_are_advised_where_the_cache_is_too_large():
     # A token's cache is 2 x 4 x 32 x 4 = 1,024 bytes: 64 sequences of 400 tokens take 25 MiB and more.
-    capacity = peak_of(tokens_per_microbatch=400, activation_checkpointing=True) + 8 * 500 * 1_024
+    # Slots on CPUs take that, whatever there is; pages on a GPU take what there is.
+    capacity = peak_of("cpu-1x2", tokens_per_microbatch=400, activation_checkpointing=True) + 8 * 500 * 1_024
     message = refused(
         capacity,
+        "cpu-1x2",
         tokens_per_microbatch=400,
         activation_checkpointing=True,
         max_running=64,
@@ -1149,6 +1191,28 @@ def test_a_real_engine_in_its_second_turn():
     load = parts.EngineLoad(num_sequences, prompt, prompt + response, num_sequences * prompt)
     assert embedded_memory.cache_bytes(found, load, 0, 0) == made.cache_bytes
     assert made.cache_bytes + embedded_memory.decode_step(found, load).total() == close_to(measured)
+
+
+class EngineWithPages(EmbeddedEngine):
+    _has_pages = True
+
+
+def test_a_real_engine_allocates_the_pages_of_the_plan():
+    found = rank(kit.shape_of(kit.ARCHITECTURE), backend="embedded", on_cpu=False, max_model_len=128)
+    load = parts.EngineLoad(16, 64, 100, 16 * 64)
+    planned = embedded_memory.cache_bytes(found, load, 0, -(2**40))
+    assert planned == (1 + 16 * 7) * embedded_memory.page_bytes(found)
+    for size in (planned, embedded_memory.smallest_cache(found)):
+        settings = ModelSettings(name="m", architecture=kit.ARCHITECTURE)
+        options = {"max_running": 16, "max_model_len": 128, "cache_bytes": size}
+        made = EngineWithPages(settings, options)
+        for i in range(16):
+            made.add(i, [i + 1] * 64, SamplingParams(max_tokens=36, seed=i))
+        while made.num_unfinished:
+            made.step()
+        assert made.cache_bytes == size
+    with pytest.raises(ConfigError, match="tokens needs"):
+        EngineWithPages(settings, options | {"cache_bytes": size - 1})
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""The cases of `pretend_device_cases.py`, in a process of their own.
+"""The cases of `pretend_device_cases.py` and of two more files, each in a process of its own.
 
 The pretend accelerator must be added to torch before the first backward pass, and stays until the process
 ends.
@@ -16,11 +16,22 @@ import ranks
 import torch
 import torch_kit as kit
 
-CASES = Path(__file__).with_name("pretend_device_cases.py")
+CASES = ("pretend_device_cases.py", "colocated_memory_cases.py", "sleep_allocator_cases.py")
 
 
-def test_backends_engine_and_a_run_work_on_the_pretend_accelerator():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)]
+@pytest.mark.parametrize("cases", CASES)
+def test_backends_engine_and_runs_work_on_the_pretend_accelerator(cases):
+    if cases == "sleep_allocator_cases.py":
+        pytest.importorskip("vllm")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        str(Path(__file__).with_name(cases)),
+    ]
     done = forked_python.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-20_000:]  # also if no case was found
 

@@ -11,13 +11,13 @@ import plan_graphs as graphs
 import pytest
 
 from hflow.base.errors import RunError, WorkerFailureError
-from hflow.doctor.gpus import check_allocator
+from hflow.doctor.gpus import check_allocator, check_flash_packages
 from hflow.planner.compile import compile_plan
 from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.forecast import Forecast, HostMemory, MemoryCategory, MemoryItem
 from hflow.planner.plan.hardware import GIB
 from hflow.planner.plan.rows import AttentionChoice, LayerChoice, Plan, WeightRoute
-from hflow.types.kernels import LayerKernels
+from hflow.types.kernels import FLASH_MODULES, AttentionKernel, LayerKernels
 from hflow.weights.rendezvous import connect_store
 from hflow.workers.ray.machines import Machine, choose_machines
 from hflow.workers.real_devices import (
@@ -28,7 +28,7 @@ from hflow.workers.real_devices import (
     cuda_problem,
     expandable_segments,
     find_devices,
-    flash_attn_problem,
+    flash_problems,
 )
 
 H100 = ClusterSpec("h100-2x2", "cuda", 2, 2, 80 * 10**9)
@@ -36,7 +36,9 @@ VERSIONS = (("hflow", "0.1"), ("torch", "2.13"))
 GOOD = ProcessDevices("node-a", ("0",), "NVIDIA H100 80GB HBM3", int(79.2 * GIB), "", VERSIONS, (9, 0))
 L4 = replace(GOOD, kind="NVIDIA L4")
 T4 = replace(GOOD, kind="Tesla T4", capability=(7, 5))
-FLASH = replace(GOOD, flash_attn="2.8.3")
+TWO, THREE = AttentionKernel.FLASH_ATTN, AttentionKernel.FLASH_ATTN_3
+FLASH = replace(GOOD, flash_attn={TWO: "2.8.3"})
+FLASH_3 = replace(GOOD, flash_attn={THREE: "3.0.0", TWO: "2.8.3"})
 
 
 def plan_on(cluster: ClusterSpec, kernel: str = "torch varlen", dtype: str = "bf16") -> Plan:
@@ -78,7 +80,12 @@ def on_two_machines(*devices: ProcessDevices) -> list[ProcessDevices]:
 def test_devices_that_are_as_planned_are_accepted() -> None:
     check_devices(plan_on(H100), on_two_machines(*[GOOD] * 4), VERSIONS)
     check_devices(plan_on(H100, "flash-attn 2.8.3"), on_two_machines(*[FLASH] * 4), VERSIONS)
-    other = on_two_machines(T4, T4, T4, replace(T4, flash_attn="2.7"))
+    of_three = plan_on(H100, "flash-attn-3 3.0.0")
+    broken = replace(FLASH_3, flash_problems={TWO: "cannot be imported"})
+    check_devices(of_three, on_two_machines(FLASH_3, FLASH_3, broken, broken), VERSIONS)
+    deterministic = replace(plan_on(H100, "flash-attn 2.8.3"), deterministic=True)
+    check_devices(deterministic, on_two_machines(FLASH_3, FLASH_3, FLASH, FLASH), VERSIONS)
+    other = on_two_machines(T4, T4, T4, replace(T4, flash_attn={TWO: "2.7"}))
     check_devices(plan_on(H100, "torch sdpa", "fp32"), other, VERSIONS)
     cpus = ClusterSpec("cpu-1x2", "cpu", 1, 2, 1 << 30)
     here = find_devices()
@@ -133,12 +140,28 @@ def test_an_address_that_does_not_answer_is_named() -> None:
 @pytest.mark.parametrize(
     ("kernel", "device", "line"),
     [
-        ("torch varlen", FLASH, "worker 1 on node-a has flash-attn 2.8.3, but .* with torch varlen, as"),
-        ("flash-attn 2.8.3", GOOD, "worker 1 on node-a has no flash-attn, but .* with flash-attn 2.8.3, as"),
+        (
+            "torch varlen",
+            FLASH,
+            r"^worker 1 on node-a computes attention with flash-attn 2.8.3 \(installed, bf16\), but the plan "
+            r"that of actor@train with torch varlen \(why\). Install the same on all machines$",
+        ),
+        ("flash-attn 2.8.3", GOOD, r"with torch varlen \(bf16, flash-attn is not installed\), but the plan"),
         (
             "flash-attn 2.8.3",
-            replace(FLASH, flash_attn_problem="flash-attn 2.8.3 cannot be imported"),
+            replace(FLASH, flash_problems={TWO: "flash-attn 2.8.3 cannot be imported"}),
             "worker 1 on node-a: flash-attn 2.8.3 cannot be imported",
+        ),
+        (
+            "flash-attn-3 3.0.0",
+            replace(FLASH_3, flash_problems={THREE: "flash-attn-3 3.0.0 cannot be imported"}),
+            "worker 1 on node-a: flash-attn-3 3.0.0 cannot be imported",
+        ),
+        ("flash-attn-3 3.0.0", FLASH, "with flash-attn 2.8.3 .*, but the plan .* with flash-attn-3 3.0.0"),
+        (
+            "flash-attn-3 3.0.0",
+            replace(FLASH_3, capability=(8, 0)),
+            "flash-attn-3 needs compute capability 9.0, not 8.0.*, and set a cluster of the devices that",
         ),
         (
             "torch varlen",
@@ -148,7 +171,7 @@ def test_an_address_that_does_not_answer_is_named() -> None:
     ],
 )
 def test_kernels_that_a_machine_lacks_are_named(kernel: str, device: ProcessDevices, line: str) -> None:
-    first = FLASH if kernel.startswith("flash") else GOOD
+    first = {"torch varlen": GOOD, "flash-attn 2.8.3": FLASH, "flash-attn-3 3.0.0": FLASH_3}[kernel]
     with pytest.raises(RunError, match=line):
         check_devices(plan_on(H100, kernel), [first, device, first, first], VERSIONS)
 
@@ -213,17 +236,29 @@ def test_a_gpu_that_torch_was_not_built_for_is_named(monkeypatch: pytest.MonkeyP
     )
 
 
-def test_a_flash_attn_of_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    package = tmp_path / "flash_attn"
-    package.mkdir()
-    (package / "__init__.py").write_text("raise ImportError('undefined symbol: _ZN3c10\\n more')")
+@pytest.mark.parametrize(("kernel", "module"), FLASH_MODULES.items())
+def test_a_flash_attn_of_another_torch_is_refused(
+    kernel: AttentionKernel, module: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / f"{module}.py").write_text("raise ImportError('undefined symbol: _ZN3c10\\n more')")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("hflow.workers.real_devices.flash_attn_version", lambda: "2.8.3")
-    problem = flash_attn_problem()
-    assert "cannot be imported with torch" in problem
+    for user in ("types.kernels", "workers.real_devices", "doctor.gpus"):
+        monkeypatch.setattr(f"hflow.{user}.flash_versions", lambda: {kernel: "2.8.3"})
+    problem = flash_problems()[kernel]
+    assert problem.startswith(f"{kernel} 2.8.3 cannot be imported with torch")
     assert problem.endswith(
-        "undefined symbol: _ZN3c10. Install a build for this torch, or uninstall flash-attn"
+        f"undefined symbol: _ZN3c10. Install a build for this torch, or uninstall {kernel}"
     )
+    (finding,) = check_flash_packages((8, 0))
+    assert (finding.name, finding.ok, finding.detail) == (kernel, False, problem)
+
+
+def test_the_package_that_a_hopper_gpu_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hflow.doctor.gpus.flash_versions", dict)
+    assert not list(check_flash_packages((10, 0)))
+    (finding,) = check_flash_packages((9, 0))
+    assert (finding.name, finding.ok, finding.required) == (THREE, False, False)
+    assert "flash-attention@e2743ab5#subdirectory=hopper" in finding.fix
 
 
 def test_a_torch_without_cuda_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -538,11 +538,11 @@ def test_a_backend_that_divides_layers_is_named_where_training_waits_for_the_net
 
 @LONG
 def test_backends_that_divide_layers_are_named_where_devices_are_idle() -> None:
-    """FSDP lets the critic use a few machines only, on which it no longer waits for the network."""
+    """FSDP lets the critic use a few machines only, on which it does not wait for the network."""
     large = (
-        *("cluster=h100-64x8", "model@models.actor=llama-3.1-70b", "models.actor.path=null"),
+        *("cluster=h100-64x8", "model@models.actor=llama-3.1-8b", "models.actor.path=null"),
         *("models.actor.gen.engine=vllm", "nodes.actor_gen.max_tokens=1024"),
-        *("workload.prompt=200", "workload.response_mean=400", "models.critic.zero_stage=3"),
+        *("workload.prompt=200", "workload.response_mean=100"),
     )
     plan = compile_recipe(RECIPES / "ppo.py", large, with_limits=True).plan
     first = plan.forecast.limits[0]

@@ -15,7 +15,8 @@ STAND_IN = ROOT / "tests" / "kits" / "te_stand_in" / "transformer_engine" / "pyt
 PACKAGES: dict[str, dict[str, list[str]]] = json.loads(
     (ROOT / "tests" / "fixtures" / "signatures.json").read_text()
 )
-KNOWN = {name: names for functions in PACKAGES.values() for name, names in functions.items()}
+FLASH = {name: of["flash_attn_varlen_func"] for name, of in PACKAGES.items() if name.startswith("flash-attn")}
+(TE,) = (functions for name, functions in PACKAGES.items() if name.startswith("transformer-engine"))
 
 
 def calls(tree: ast.AST, functions: set[str]) -> Iterator[ast.Call]:
@@ -25,17 +26,18 @@ def calls(tree: ast.AST, functions: set[str]) -> Iterator[ast.Call]:
             yield node
 
 
-def test_flash_attn_takes_what_its_kernel_is_called_with() -> None:
+@pytest.mark.parametrize("names", FLASH.values(), ids=FLASH.keys())
+def test_flash_attn_takes_what_its_kernel_is_called_with(names: list[str]) -> None:
     """The seven tensors and lengths are positional: q, k, v, two of `cumulative` and two of `longest`."""
     tree = ast.parse((ROOT / "hflow" / "models" / "attention_kernels.py").read_text())
     (call,) = calls(tree, {"flash"})
     assert [ast.unparse(one) for one in call.args] == ["*(q, k, v, *cumulative, *longest)"]
     first = ["q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"]
-    assert KNOWN["flash_attn_varlen_func"][:7] == first
-    assert {one.arg for one in call.keywords} <= set(KNOWN["flash_attn_varlen_func"][7:])
+    assert names[:7] == first
+    assert {one.arg for one in call.keywords} <= set(names[7:])
 
 
-@pytest.mark.parametrize("name", [name for name in KNOWN if name.partition(".")[2]])
+@pytest.mark.parametrize("name", [name for name in TE if "." in name])
 def test_the_stand_in_takes_no_more_than_transformer_engine(name: str) -> None:
     """Megatron passes arguments by name, so it would not notice that the stand-in has other ones."""
     owner, _, method = name.partition(".")
@@ -44,10 +46,37 @@ def test_the_stand_in_takes_no_more_than_transformer_engine(name: str) -> None:
     found = [one for one in of_class.body if isinstance(one, ast.FunctionDef) and one.name == method]
     assert found, f"the stand-in has no {name}"
     given = [one.arg for one in (*found[0].args.args, *found[0].args.kwonlyargs)]
-    takes_all = KNOWN[name][-1].startswith("**")
-    assert takes_all or set(given) <= set(KNOWN[name])
+    takes_all = TE[name][-1].startswith("**")
+    assert takes_all or set(given) <= set(TE[name])
     positional = [one.arg for one in found[0].args.args if method == "forward"]
-    assert positional == KNOWN[name][: len(positional)]
+    assert positional == TE[name][: len(positional)]
+
+
+@pytest.mark.parametrize("file", ["fp8.py", "distributed.py"])
+def test_the_functions_of_the_stand_in_take_no_more_than_those_of_transformer_engine(file: str) -> None:
+    functions = [
+        one
+        for one in ast.parse((STAND_IN.parent / file).read_text()).body
+        if isinstance(one, ast.FunctionDef) and one.name in TE
+    ]
+    assert functions
+    for function in functions:
+        known = TE[function.name]
+        given = [one.arg for one in (*function.args.args, *function.args.kwonlyargs)]
+        assert known[-1].startswith("**") or set(given) <= set(known)
+
+
+def test_transformer_engine_takes_what_experts_pad_with() -> None:
+    """The sizes are positional, as are the rows and their numbers."""
+    tree = ast.parse((ROOT / "hflow" / "training" / "megatron" / "te_layers.py").read_text())
+    made = [*calls(tree, {"te.Fp8Padding", "te.Fp8Unpadding"})]
+    assert [len(one.args) for one in made] == [2, 2]
+    assert TE["Fp8Padding.__init__"][:3] == ["self", "num_gemms", "align_size"]
+    assert TE["Fp8Padding.forward"] == TE["Fp8Unpadding.forward"] == ["self", "inp", "m_splits"]
+    (check,) = calls(tree, {"check"})
+    names = {"is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available"}
+    assert [one.arg for one in check.keywords] == ["return_reason"]
+    assert all(TE[name] == ["return_reason"] for name in names)
 
 
 def test_ray_takes_what_its_functions_are_called_with() -> None:

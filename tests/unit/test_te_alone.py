@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import te_cases as cases
 
+from hflow.types.kernels import Fp8Recipe
+
 
 @pytest.mark.long
 def test_one_process():
@@ -19,13 +21,19 @@ def test_one_process():
     assert done.returncode == 0, done.stderr
     installed, *findings = done.stdout.splitlines()
     assert installed == "installed TransformerEngine(version='2.10.0', mismatch='')"
-    right, wrong, failing = (findings[i : i + 2] for i in (0, 2, 4))
-    assert [line.split()[:2] for line in right] == [["layers", "True"], ["experts", "True"]]
-    assert all("transformer-engine 2.10.0: logits and gradients differ" in line for line in right)
-    assert [line.split()[:3] for line in wrong] == [["wrong", x, "False"] for x in ("layers", "experts")]
-    assert failing == [
-        f"failing {x} False transformer-engine 2.10.0: no kernel" for x in ("layers", "experts")
-    ]
+    assert findings[:6] == [f"fp8 {recipe} {node}" for node in cases.FP8_MODELS for recipe in Fp8Recipe]
+    assert findings[6] == (
+        "refused model 'actor': fp8 is tensorwise, which Transformer Engine does not compute here: Device is "
+        "too old. Set another recipe, or models.actor.fp8=null"
+    )
+    parts, in_fp8 = ("layers", "experts"), [f" fp8={recipe}" for recipe in Fp8Recipe]
+    right, wrong_fp8, wrong, failing = findings[7:15], findings[15:21], findings[21:23], findings[23:]
+    names = [f"{part}{kind}" for kind in ("", *in_fp8) for part in parts]
+    line = "transformer-engine 2.10.0: logits and gradients differ"
+    assert all(got.startswith(f"{name} True {line}") for got, name in zip(right, names, strict=True))
+    assert all(got.startswith(f"wrong {x} False {line}") for got, x in zip(wrong_fp8, names[2:], strict=True))
+    assert all(got.startswith(f"wrong {part} False {line}") for got, part in zip(wrong, parts, strict=True))
+    assert failing == [f"failing {part} False transformer-engine 2.10.0: no kernel" for part in parts]
 
 
 BROKEN = """

@@ -45,6 +45,7 @@ VERL_CASES: list[dict[str, Any]] = [
     | {"critic.loss_agg_mode": "seq-mean-token-sum-norm", "critic.ppo_max_token_len_per_gpu": 9000},
     *({**GRPO, f"{ACTOR}.policy_loss.loss_mode": mode} for mode in LOSS_MODES),
     {**GRPO, f"{ACTOR}.policy_loss.loss_mode": "dro", f"{ACTOR}.policy_loss.dro_beta": 0.1},
+    *({**GRPO, "algorithm.adv_estimator": name} for name in ("grpo_passk", "optimal_token_baseline")),
     {
         **GRPO,
         f"{ACTOR}.use_kl_loss": True,
@@ -119,6 +120,11 @@ TRL_CASES: list[dict[str, Any]] = [
     },
     {**TRL_BASE, "loss_type": "dapo", "entropy_coef": 0.01, "use_peft": True, "lora_r": 8, "lora_alpha": 8}
     | {"lora_target_modules": ["q_proj"], "lora_dropout": 0.0},
+    {**TRL_BASE, "loss_type": "vespo", "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0}
+    | {"vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0, "off_policy_mask_threshold": 0.5},
+    {**TRL_BASE, "loss_type": "luspo", "importance_sampling_level": "sequence", "delta": 4.0},
+    {**TRL_BASE, "loss_type": "sapo", "importance_sampling_level": "sequence"},
+    {**TRL_BASE, "loss_type": "dapo", "top_entropy_quantile": 0.2},
 ]
 CASES = {VERL.name: VERL_CASES, TRL.name: TRL_CASES}
 
@@ -128,6 +134,15 @@ def translated(peer: Peer, values: dict[str, Any]) -> tuple[RecipeDraft, dict[st
     given = peer.given(values)
     draft = peer.translate(given, "h100-1x8")
     return draft, {entry.key: entry for entry in given.entries()}
+
+
+def test_megatron_options_for_fp8_that_verl_passes_on_are_named() -> None:
+    key = "actor_rollout_ref.actor.megatron.override_transformer_config.fp8_recipe"
+    _, entries = translated(VERL, {**VERL.defaults, key: "blockwise"})
+    assert (entries[key].place, entries[key].reason) == ("left", "value")
+    assert "models.actor.fp8" in entries[key].note
+    _, entries = translated(VERL, {**VERL.defaults, key.replace("fp8", "fp7"): "blockwise"})
+    assert entries[key.replace("fp8", "fp7")].reason == "unknown"
 
 
 @BY_NAME
@@ -428,7 +443,7 @@ def test_the_recipe_of_every_loss_is_accepted(mode: str, tmp_path: Path, hflow: 
 
 
 @pytest.mark.parametrize(
-    "case", [2, *(pytest.param(case, marks=pytest.mark.long) for case in (1, *range(3, 9)))]
+    "case", [2, *(pytest.param(case, marks=pytest.mark.long) for case in (1, *range(3, len(TRL_CASES))))]
 )
 def test_every_configuration_of_trl_is_accepted(case: int, tmp_path: Path, hflow: CommandLine) -> None:
     source = tmp_path / "given.yaml"
@@ -447,6 +462,19 @@ def test_optimizers_have_their_names() -> None:
         key = f"models.{model}.optim"
         assert (settings[f"{key}.name"], settings[f"{key}.lr"]) == ("sgd", 0.1)
         assert f"{key}.betas" not in settings
+
+
+def test_masks_of_trl_that_another_loss_does_not_have_are_left() -> None:
+    given = {**TRL_BASE, "loss_type": "cispo", "epsilon_high": 5.0, "top_entropy_quantile": 0.2}
+    draft, entries = translated(TRL, given)
+    assert draft.loss == "cispo_train"
+    assert "nodes.high_entropy_train has PPO's loss" in entries["top_entropy_quantile"].note
+    _, entries = translated(TRL, {**TRL_BASE, "top_entropy_quantile": 0.2, "delta": 3.0})
+    assert "has no dual_clip" in entries["delta"].note
+    _, entries = translated(TRL, {**TRL_BASE, "loss_type": "vespo", "importance_sampling_level": "sequence"})
+    assert "no ratios of whole sequences" in entries["importance_sampling_level"].note
+    _, entries = translated(TRL, {**TRL_BASE, "off_policy_mask_threshold": 0.5})
+    assert entries["off_policy_mask_threshold"].reason == "differs"
 
 
 def test_what_is_left_is_printed_by_kind(tmp_path: Path, hflow: CommandLine) -> None:

@@ -73,8 +73,8 @@ def hflow_loss(draft: RecipeDraft, step: Step) -> Tensor:
             torch.tensor(is_answer), padded[step.mask]
         )
 
-    def knobs(name: str) -> dict[str, Any]:
-        prefix, own = f"nodes.{name}.", getattr(nodes, name).__hflow__.knobs
+    def knobs(name: str, of: Any = None) -> dict[str, Any]:
+        prefix, own = f"nodes.{name}.", inspect.signature(of or getattr(nodes, name)).parameters
         given = {key.removeprefix(prefix): x for key, x in draft.settings.items() if key.startswith(prefix)}
         return {key: x for key, x in given.items() if key in own}
 
@@ -97,6 +97,9 @@ def hflow_loss(draft: RecipeDraft, step: Step) -> Tensor:
             inputs["behav_weights"] = prox.new_ones(prox.shape)
         elif draft.weights == "behav_weights":
             inputs["behav_weights"] = nodes.behav_weights(behav, prox, seqs, **knobs("behav_weights"))[0]
+    if hasattr(node, "__hflow_first_pass__"):
+        first = node.__hflow_first_pass__
+        inputs[first.__name__] = first(inputs["out"].entropy, seqs, **knobs(draft.loss, of=first))
     inputs = {name: x for name, x in inputs.items() if name in inspect.signature(node).parameters}
     entries, _ = node(**inputs, **knobs(draft.loss))
     valid = packed.valid[Unit.SEQUENCE if entries.shape == (NUM_ANSWERS,) else Unit.TOKEN]
@@ -259,6 +262,11 @@ TRL_LOSSES: dict[str, dict[str, Any]] = {
     "cispo": {"loss_type": "cispo", "epsilon_high": 1.2},
     "sapo": {"loss_type": "sapo", "sapo_temperature_neg": 1.3},
     "sequence": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+    "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence", "delta": 1.3},
+    "sapo of sequences": {"loss_type": "sapo", "importance_sampling_level": "sequence"},
+    "vespo": {"loss_type": "vespo", "vespo_k_neg": 2.5},
+    "off-policy mask": {"use_vllm": True, "off_policy_mask_threshold": 0.05},
+    "uncertain tokens": {"top_entropy_quantile": 8 / 21},
     "vllm": {"use_vllm": True, "vllm_importance_sampling_clip_max": 1.1},
     "token_truncate": {
         "use_vllm": True,
@@ -282,9 +290,11 @@ def trl_loss(values: dict[str, Any], step: Step) -> Tensor:
         scores = ((pairs - pairs.mean(1, keepdim=True)) / (step.rewards.std() + 1e-4)).reshape(-1, 1)
     else:
         scores = group_scores(step, 1e-4, has_std=scale == "group")
-    old = step.behav if values["importance_sampling_level"] == "sequence" else step.prox
+    is_sequence = values["importance_sampling_level"] == "sequence"
+    old = step.behav if (is_sequence and kind != "sapo") or kind == "vespo" else step.prox
     log_ratio = step.theta - old
-    if values["importance_sampling_level"] == "sequence":
+    log_sequence_ratio = (log_ratio * step.mask).sum(1, keepdim=True).detach()
+    if is_sequence:
         log_ratio = (log_ratio * step.mask).sum(1, keepdim=True) / step.mask.sum(1, keepdim=True)
     ratio, low = log_ratio.exp(), values["epsilon"]
     high = low if values["epsilon_high"] is None else values["epsilon_high"]
@@ -293,9 +303,23 @@ def trl_loss(values: dict[str, Any], step: Step) -> Tensor:
     elif kind == "sapo":
         tau = torch.where(scores > 0, values["sapo_temperature_pos"], values["sapo_temperature_neg"])
         loss = -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * scores
+    elif kind == "vespo":
+        ends = [
+            torch.where(scores >= 0, values[f"vespo_{x}_pos"], values[f"vespo_{x}_neg"])
+            for x in ("k", "lambda")
+        ]
+        phi = (ends[1] + ends[0] * log_sequence_ratio - ends[1] * log_sequence_ratio.exp()).exp()
+        loss = -phi * scores * step.theta
     else:
         bounded = ratio if values["delta"] is None else ratio.clamp(max=values["delta"])
         loss = -torch.minimum(bounded * scores, ratio.clamp(1 - low, 1 + high) * scores)
+    if values["off_policy_mask_threshold"] is not None:
+        drift = ((step.behav - step.theta.detach()) * step.mask).sum(1, keepdim=True)
+        is_near = drift / step.mask.sum(1, keepdim=True) <= values["off_policy_mask_threshold"]
+        assert 0 < is_near.sum() < NUM_ANSWERS
+        loss = loss * ((scores >= 0) | is_near)
+    if values["top_entropy_quantile"] < 1:
+        loss = loss * (step.entropy >= step.entropy[step.mask].quantile(1 - values["top_entropy_quantile"]))
     if values["use_vllm"]:
         loss = loss * trl_weights(values, step)
     gap = step.ref - step.theta
@@ -304,6 +328,7 @@ def trl_loss(values: dict[str, Any], step: Step) -> Tensor:
     reduced = {
         "grpo": (sums / step.mask.sum(1)).mean(),
         "sapo": (sums / step.mask.sum(1)).mean(),
+        "luspo": sums.mean(),
         "dr_grpo": sums.sum() / (NUM_ANSWERS * LONGEST),
     }
     return reduced.get(kind, sums.sum() / step.mask.sum()) - values["entropy_coef"] * entropy

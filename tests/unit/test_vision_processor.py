@@ -87,7 +87,10 @@ def test_positions_are_those_of_the_model(family, sizes):
 @pytest.mark.parametrize("size", [*SIZES, (200, 8), (1000, 700)])
 def test_the_number_of_tokens_follows_from_the_size(family, size):
     images = kit.tokenizer(family).images
-    assert images.num_tokens(*size) == images.image(read_image(kit.picture(*size))).num_tokens
+    limits = images.family.pixel_settings(images.config, {}, *kit.PIXELS_OF[family])
+    grid = images.family.grid_of(images.config, limits, *size)
+    image = images.image(read_image(kit.picture(*size)))
+    assert (image.grid, image.num_tokens) == (grid, images.family.num_tokens(images.config, grid))
 
 
 def test_split_tiles_are_those_of_transformers():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from fnmatch import fnmatch
 from typing import Any
 
@@ -11,6 +12,7 @@ import vision_kit
 from torch_kit import SETTINGS
 
 from hflow.base.errors import BackendError
+from hflow.config.schema import LoraConfig
 from hflow.engines.interface import EngineSetup
 from hflow.engines.vllm import vision_options
 from hflow.engines.vllm.engine import vllm_launch
@@ -47,6 +49,16 @@ def test_fp8_spares_the_routers_of_experts() -> None:
     layer = "model.layers.0.mlp"
     assert fnmatch(f"{layer}.gate", pattern)
     assert not any(fnmatch(f"{layer}.{name}", pattern) for name in ("gate_up_proj", "gate_proj", "experts"))
+
+
+def test_adapters_have_buffers_of_the_next_rank_in_targeted_layers_only() -> None:
+    settings = replace(SETTINGS, lora=LoraConfig(r=12, targets=("q_proj", "up_proj")))
+    options = {"max_running": 4, "cache_bytes": 1 << 20}
+    found = engine_arguments(EngineSetup(settings, options), "model", 64)
+    assert (found["enable_lora"], found["max_lora_rank"]) == (True, 16)
+    assert found["lora_target_modules"] == ["q_proj", "up_proj"]
+    merged = engine_arguments(EngineSetup(settings, {**options, "merges_adapters": True}), "model", 64)
+    assert "enable_lora" not in merged
 
 
 @pytest.mark.long

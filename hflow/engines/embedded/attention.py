@@ -1,7 +1,7 @@
 """Attention over a packed step, with the interface that Hugging Face models call.
 
 The rows of a step are packed without padding. Rows 0 .. B-1 are the last tokens of the running sequences,
-which have slots 0 .. B-1 of the cache. The entering prompts follow. Further rows only fill up the matrix
+which have numbers 0 .. B-1 in the cache. The entering prompts follow. Further rows only fill up the matrix
 products and attend to nothing.
 
 Axes: B decoding sequences, N tokens stored in the cache.
@@ -12,12 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from hflow.engines.embedded.cache import KVCache, LengthBand
-from hflow.models.attention_kernels import cached_attention, decode_attention
+from hflow.engines.embedded.cache import CachedAttention, KVCache
 from hflow.models.packed_attention import PackedLayout, check_arguments
 from hflow.models.packed_attention import attend as attend_packed
 
@@ -32,21 +30,17 @@ class PackedStep:
     cache: KVCache
     num_decoding: int
     """B."""
-    stored_slots: Tensor
-    """int64 `[N]`."""
-    stored_positions: Tensor
-    """int64 `[N]`."""
+    stored_blocks: Tensor
+    """int64 `[N]`: where in the cache tokens are stored."""
+    stored_offsets: Tensor
+    """int64 `[N]`: the offset of each in its block."""
     max_length: int
     """No row has a position beyond this many tokens."""
     stored_rows: Tensor | None = None
-    """int64 `[N]`: the row of each stored token, repeated for each member of a prompt group. None if rows 0
-    .. N-1 are stored in order."""
-    bands: tuple[LengthBand, ...] = ()
-    """The length bands of the B decoding rows, on a CPU."""
-    decode_mask: Tensor | None = None
-    """Additive mask `[B, 1, 1, longest band]`, on a CPU."""
-    decode_lengths: Tensor | None = None
-    """int32 `[B]`, on a GPU: the tokens of each decoding sequence, the one of this step included."""
+    """int64 `[N]`: the row of each stored token, repeated where members of a prompt group store it each. None
+    if rows 0 .. N-1 are stored in order."""
+    decoding: CachedAttention | None = None
+    """Attention of the B decoding rows; None if there are none."""
     num_prompt_rows: int = 0
     """Rows of the entering prompts, after the B decoding rows."""
     prompts: PackedLayout | None = None
@@ -119,28 +113,17 @@ def attend_rows(
 
 def _store(step: PackedStep, layer: int, keys: Tensor, values: Tensor) -> None:
     if step.stored_rows is None:
-        num_stored = len(step.stored_slots)
+        num_stored = len(step.stored_blocks)
         keys, values = keys[:num_stored], values[:num_stored]
     else:
         keys, values = keys[step.stored_rows], values[step.stored_rows]
-    step.cache.write(layer, step.stored_slots, step.stored_positions, keys, values)
+    step.cache.write(layer, step.stored_blocks, step.stored_offsets, keys, values)
 
 
 def _decode(step: PackedStep, layer: int, queries: Tensor, scale: float) -> Tensor:
-    """Attend from one query per sequence over its slot: `[B, heads, head_dim]`."""
-    if step.decode_lengths is not None:
-        keys, values = step.cache.view(layer, 0, len(queries), None)
-        return decode_attention(queries, keys, values, step.decode_lengths, scale)
-    attended = [_decode_band(step, layer, band, queries, scale) for band in step.bands]
-    return attended[0] if len(attended) == 1 else torch.cat(attended)
-
-
-def _decode_band(step: PackedStep, layer: int, band: LengthBand, queries: Tensor, scale: float) -> Tensor:
-    assert step.decode_mask is not None
-    first, last, length = band
-    keys, values = step.cache.view(layer, first, last, length)
-    mask = step.decode_mask[first:last, :, :, :length]
-    return cached_attention(queries[first:last], keys, values, mask, scale)
+    """Attend from one query per running sequence over its cached tokens: `[B, heads, head_dim]`."""
+    assert step.decoding is not None
+    return step.decoding.attend(queries, *step.cache.layer(layer), scale)
 
 
 AttentionInterface.register(ATTENTION, attend)

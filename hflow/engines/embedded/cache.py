@@ -1,20 +1,29 @@
-"""The KV cache, and the slots of running sequences in it.
+"""The KV cache of the running sequences: what all layouts have, and the layout of a CPU, slots.
 
-Sequences are sorted into length bands: a band's sequences have lengths between the same two powers of two.
-Bands occupy consecutive slots, longest first, so attention of each band is computed over a view of the cache
-that is as long as the band's longest sequence. With a long tail of lengths, computing all sequences over the
-longest length would cost several times more.
+A sequence has a slot on a CPU, and pages on an accelerator (`pages.py`).
+
+Sequences in slots are sorted into length bands: a band's sequences have lengths between the same two
+powers of two. Bands occupy consecutive slots, longest first, so attention of each band is computed over a
+view of the cache that is as long as the band's longest sequence. With a long tail of lengths, computing all
+sequences over the longest length would cost several times more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
+from typing_extensions import override
+
+from hflow.engines.request import GenerationRequest
+from hflow.models.attention_kernels import additive_mask, cached_attention
 
 Ints = npt.NDArray[np.int64]
 
@@ -30,24 +39,36 @@ def padded_length(num_tokens: int) -> int:
     return max(2 * _LENGTH_STEP, -(-num_tokens // _LENGTH_STEP) * _LENGTH_STEP)
 
 
-class KVCache:
-    """Keys and values of the running sequences.
+class CachedAttention(Protocol):
+    """Attention of one query per running sequence over its cached tokens, in one step."""
 
-    Each layer has two tensors `[slots, kv_heads, length, head_dim]`. Running sequences have slots 0 .. n-1,
-    so that a decode step reads views. A layer is allocated when it is first written, with the shape and dtype
-    of its keys, so the cache does not depend on the architecture. Unwritten entries are zero, since a masked
-    NaN would still be NaN.
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """Compute attention.
 
-    Attributes:
-        num_moves: how often its tensors have got other addresses.
+        Args:
+            queries: `[B, heads, head_dim]`.
+            keys: the keys of a layer, `[blocks, kv_heads, tokens, head_dim]`.
+            values: the values, shaped as `keys`.
+            scale: factor of the scores.
+
+        Returns:
+            `[B, heads, head_dim]`.
+        """
+
+
+class KVCache(ABC):
+    """Keys and values of the running sequences, in blocks of tokens.
+
+    Each layer has two tensors `[blocks, kv_heads, tokens, head_dim]`. It is allocated when it is first
+    written, with the shape and dtype of its keys, so the cache does not depend on the architecture. Unwritten
+    entries are zero, since a masked NaN would still be NaN.
+
+    Running sequences are numbered 0 .. n-1, which are the rows of a decode step. The engine tells the cache
+    which of them enter, grow and leave.
     """
 
-    def __init__(self, max_slots: int) -> None:
-        self.num_moves = 0
-        self._max_slots = max_slots
+    def __init__(self) -> None:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self._num_slots = 0
-        self._length = 0
 
     @property
     def num_layers(self) -> int:
@@ -59,50 +80,150 @@ class KVCache:
         """Allocated bytes."""
         return sum(tensor.nbytes for layer in self._layers.values() for tensor in layer)
 
-    def reserve(self, num_slots: int, length: int) -> None:
-        """Make room for `num_slots` sequences of `length` tokens, keeping the content."""
-        if num_slots <= self._num_slots and length <= self._length:
-            return
-        if num_slots > self._num_slots:
-            self._num_slots = max(num_slots, min(2 * self._num_slots, self._max_slots))
-        if length > self._length:
-            self._length = padded_length(max(length, self._length * 5 // 4))
-        self.num_moves += 1
-        for index, (keys, values) in self._layers.items():
-            self._layers[index] = (self._enlarged(keys), self._enlarged(values))
-
-    def write(self, layer: int, slots: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store rows `[N, kv_heads, head_dim]` at `(slots[i], positions[i])`."""
+    def write(self, layer: int, blocks: Tensor, offsets: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store rows `[N, kv_heads, head_dim]` at `offsets[i]` of `blocks[i]`."""
         if layer not in self._layers:
             self._layers[layer] = (self._allocate(keys), self._allocate(values))
         cached_keys, cached_values = self._layers[layer]
-        cached_keys[slots, :, positions] = keys
-        cached_values[slots, :, positions] = values
+        cached_keys[blocks, :, offsets] = keys
+        cached_values[blocks, :, offsets] = values
 
-    def view(self, layer: int, first: int, last: int, length: int | None) -> tuple[Tensor, Tensor]:
-        """Return views `[last - first, kv_heads, length, head_dim]` of slots `first .. last - 1`.
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values of a layer, `[blocks, kv_heads, tokens, head_dim]` both."""
+        return self._layers[layer]
+
+    def drop(self) -> None:
+        """Free the memory. No sequence runs."""
+        self._layers = {}
+
+    @abstractmethod
+    def admit(self, request: GenerationRequest) -> bool:
+        """Keep room for a sequence that enters in this step; return False if there is too little."""
+
+    @abstractmethod
+    def enter(self, members: Sequence[GenerationRequest]) -> Ints:
+        """Number sequences that were admitted, in order, after those that run.
+
+        Returns:
+            `[members]`, the tokens of each, from the first one on, that another sequence stores for it.
+        """
+
+    @abstractmethod
+    def grow(self, lengths: Ints) -> int:
+        """Make room for the last token of each running sequence.
 
         Args:
-            layer: index of the layer.
-            first: the first slot.
-            last: the slot after the last one.
-            length: tokens of each slot; None for all.
-        """
-        keys, values = self._layers[layer]
-        return keys[first:last, :, :length], values[first:last, :, :length]
+            lengths: `[n]`, tokens of each, the last one included.
 
-    def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
-        """Copy the first `length` tokens of slots to others, all at once; the two may overlap."""
+        Returns:
+            The number of sequences, from the first one on, that have room. The others have left.
+        """
+
+    @abstractmethod
+    def arrange(self, kept: Ints, lengths: Ints) -> Ints:
+        """Let all sequences but some leave, and number these anew.
+
+        Args:
+            kept: `[k]`, numbers of the sequences that stay, ascending.
+            lengths: `[k]`, their tokens.
+
+        Returns:
+            `[k]`, their former numbers in the new order.
+        """
+
+    @abstractmethod
+    def leave(self, first: int) -> None:
+        """Let sequences `first` .. n-1 leave."""
+
+    @abstractmethod
+    def locate(self, sequences: Ints, positions: Ints) -> tuple[Ints, Ints]:
+        """Return the block of each token of sequences, and the offset in it."""
+
+    @abstractmethod
+    def attention(self, lengths: Ints, dtype: torch.dtype) -> CachedAttention:
+        """Return the attention of a step.
+
+        Args:
+            lengths: `[B]`, tokens of each running sequence, the one of this step included.
+            dtype: the model's dtype.
+        """
+
+    @abstractmethod
+    def _allocate(self, like: Tensor) -> Tensor:
+        """Return a tensor for rows like these, `[N, kv_heads, head_dim]`."""
+
+
+class SlotCache(KVCache):
+    """A cache with a slot for each sequence, all as long as the longest so far; for CPUs.
+
+    A sequence has the slot of its number, so that a decode step reads views.
+    """
+
+    def __init__(self, max_slots: int) -> None:
+        super().__init__()
+        self._max_slots = max_slots
+        self._num_slots = self._num_used = self._length = 0
+
+    @override
+    def drop(self) -> None:
+        super().drop()
+        self._num_slots = self._length = 0
+
+    @override
+    def admit(self, request: GenerationRequest) -> bool:
+        return True
+
+    @override
+    def enter(self, members: Sequence[GenerationRequest]) -> Ints:
+        self._num_used += len(members)
+        self._reserve(max(len(member.ids) for member in members))
+        return np.zeros(len(members), np.int64)
+
+    @override
+    def grow(self, lengths: Ints) -> int:
+        self._reserve(padded_length(int(lengths.max())))
+        return len(lengths)
+
+    @override
+    def leave(self, first: int) -> None:
+        self._num_used = first
+
+    @override
+    def locate(self, sequences: Ints, positions: Ints) -> tuple[Ints, Ints]:
+        return sequences, positions
+
+    @override
+    def attention(self, lengths: Ints, dtype: torch.dtype) -> CachedAttention:
+        positions = torch.from_numpy(lengths - 1)
+        mask = additive_mask(positions, padded_length(int(lengths.max())), dtype)
+        return BandAttention(tuple(length_bands(lengths)), mask)
+
+    @override
+    def arrange(self, kept: Ints, lengths: Ints) -> Ints:
+        assigned = assign_slots(kept, lengths)
+        self._num_used = len(kept)
+        moves = np.not_equal(assigned, kept)
+        if not moves.any():
+            return kept
+        sources, targets = torch.from_numpy(kept[moves]), torch.from_numpy(assigned[moves])
+        length = int(lengths[moves].max())
         for layer in self._layers.values():
             for tensor in layer:
                 tensor[targets, :, :length] = tensor[sources, :, :length]
+        return kept[np.argsort(assigned)]
 
-    def drop(self) -> None:
-        """Free everything."""
-        self.num_moves += 1
-        self._layers = {}
-        self._num_slots = self._length = 0
+    def _reserve(self, length: int) -> None:
+        """Make room for sequences of `length` tokens, keeping the content."""
+        if self._num_used <= self._num_slots and length <= self._length:
+            return
+        if self._num_used > self._num_slots:
+            self._num_slots = max(self._num_used, min(2 * self._num_slots, self._max_slots))
+        if length > self._length:
+            self._length = padded_length(max(length, self._length * 5 // 4))
+        for index, (keys, values) in self._layers.items():
+            self._layers[index] = (self._enlarged(keys), self._enlarged(values))
 
+    @override
     def _allocate(self, like: Tensor) -> Tensor:
         _, kv_heads, head_dim = like.shape
         return like.new_zeros(self._num_slots, kv_heads, self._length, head_dim)
@@ -116,7 +237,6 @@ class KVCache:
 
 _BAND_ENDS = padded_length(1) * 2 ** np.arange(32)
 """Band -> the largest length in it."""
-_LARGEST_LENGTHS = frozenset(_BAND_ENDS.tolist())  # host: numpy
 
 
 class LengthBand(NamedTuple):
@@ -127,9 +247,23 @@ class LengthBand(NamedTuple):
     length: int
 
 
-def outgrows_band(length: int) -> bool:
-    """Return whether a sequence has just become too long for its band."""
-    return length - 1 in _LARGEST_LENGTHS
+@dataclass(frozen=True)
+class BandAttention:
+    """Attention over views of slots, one for each band of lengths."""
+
+    bands: tuple[LengthBand, ...]
+    mask: Tensor
+    """Additive mask `[B, 1, 1, longest band]`."""
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """Compute attention; see `CachedAttention`."""
+        attended = [self._attend(band, queries, keys, values, scale) for band in self.bands]
+        return attended[0] if len(attended) == 1 else torch.cat(attended)
+
+    def _attend(self, band: LengthBand, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        first, last, length = band
+        k, v = k[first:last, :, :length], v[first:last, :, :length]
+        return cached_attention(q[first:last], k, v, self.mask[first:last, :, :, :length], scale)
 
 
 def assign_slots(slots: Ints, lengths: Ints) -> Ints:

@@ -2,8 +2,8 @@
 
 A decode step of a small model is hundreds of kernels of a few microseconds each, so its time is that of
 launching them. A graph launches all of them at once. It has fixed shapes and fixed addresses: there is one
-for each of a few numbers of rows, to which a step is filled up, and it is captured again when the cache or
-the weights have moved.
+for each of a few numbers of rows, to which a step is filled up, and it is captured again when the memory of
+the cache or the weights was freed. It finds pages by a table, so sequences may enter, grow and leave.
 
 Axes: B decoding sequences, R rows of a graph (at least B), D hidden, V vocabulary.
 """
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from hflow.data.batches.device_copy import to_device
 from hflow.engines.embedded.attention import PackedStep
-from hflow.engines.embedded.cache import KVCache
 from hflow.engines.embedded.dense_decoder import DenseDecoder
+from hflow.engines.embedded.pages import PAGE_TOKENS, PageAttention, PagedCache
 
 Ints = npt.NDArray[np.int64]
 
@@ -59,7 +59,7 @@ class DecodeGraphs:
     def __init__(
         self,
         decoder: DenseDecoder,
-        cache: KVCache,
+        cache: PagedCache,
         device: torch.device,
         max_running: int,
         max_length: int,
@@ -69,7 +69,7 @@ class DecodeGraphs:
 
         Args:
             decoder: computes the steps.
-            cache: the engine's cache, whose slots 0 .. B-1 the sequences have.
+            cache: the engine's cache, for `graph_rows(max_running)[-1]` sequences.
             device: the device of both.
             max_running: most sequences of a step.
             max_length: most tokens of a sequence.
@@ -85,7 +85,7 @@ class DecodeGraphs:
         """Run a step, which stores its keys and values in the cache.
 
         Args:
-            last_ids: `[B]`, the last token of each sequence, in slot order.
+            last_ids: `[B]`, the last token of each sequence, for which the cache has room.
             positions: `[B]`, its position.
 
         Returns:
@@ -93,36 +93,36 @@ class DecodeGraphs:
         """
         num = len(last_ids)
         rows = next(rows for rows in self._rows if rows >= num)
-        # Rows that only fill up store position 0 of free slots, which the next prompt there overwrites.
         inputs = np.zeros((2, rows), np.int64)
         inputs[0, :num], inputs[1, :num] = last_ids, positions
-        self._cache.reserve(rows, int(positions.max()) + 1)
-        addresses = (self._cache.num_moves, self._decoder.address)
+        table = self._cache.table[:rows]  # sends the pages of this step
+        addresses = (self._cache.num_drops, self._decoder.address)
         if addresses != self._addresses:
             self._graphs.clear()
             self._addresses = addresses
         filled = to_device(torch.from_numpy(inputs), self._device)
         if rows not in self._graphs:
-            self._graphs[rows] = self._captured(filled)
+            self._graphs[rows] = self._captured(filled, table)
         graph = self._graphs[rows]
         graph.inputs.copy_(filled)
         graph.replay()
         return self._decoder.head(graph.hidden[:num])
 
-    def _captured(self, inputs: Tensor) -> _Graph:
-        rows = inputs.shape[1]
+    def _captured(self, inputs: Tensor, table: Tensor) -> _Graph:
+        rows = len(table)
         inputs = inputs.clone()
-        slots = torch.arange(rows, device=self._device)
         hidden = self._decoder.new_hidden(rows)
 
         def run() -> None:
+            positions = inputs[1]
+            pages = table.gather(1, positions[:, None] // PAGE_TOKENS)[:, 0]
             step = PackedStep(
                 cache=self._cache,
                 num_decoding=rows,
-                stored_slots=slots,
-                stored_positions=inputs[1],
+                stored_blocks=pages.long(),
+                stored_offsets=positions % PAGE_TOKENS,
                 max_length=self._max_length,
-                decode_lengths=(inputs[1] + 1).int(),
+                decoding=PageAttention(table, (positions + 1).int()),
             )
             hidden.copy_(self._decoder.hidden(inputs[0], inputs[1], step))
 

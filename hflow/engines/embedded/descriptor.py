@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hflow.engines.embedded import memory
 from hflow.engines.embedded.families import THROUGH_MODULES, own_forward_objection
+from hflow.planner.forecast.memory.parts import too_small_cache
 from hflow.planner.models.descriptors import EngineKind, ServedModel, Variation
 from hflow.planner.plan.traits import BackendTraits
 from hflow.shapes.architectures import DENSE_FAMILIES
@@ -42,13 +43,16 @@ def _arguments(setup: EngineSetup) -> tuple[Any, ...]:
 
 
 def _check(served: ServedModel) -> Iterator[str]:
-    """Yield settings that only other engines have."""
-    if served.config.gen.cache_gib is not None:
+    """Yield a reason where the size of the cache is set but has no effect, or is too small."""
+    if served.config.gen.cache_gib is not None and served.cluster.device == "cpu":
         model = served.replica.model
         yield (
-            f"models.{model}.gen.cache_gib is set, but the cache of the embedded engine has a slot for each "
-            f"of max_running sequences. Set models.{model}.gen.max_running instead, and cache_gib=null."
+            f"models.{model}.gen.cache_gib is set, but on a CPU the cache of the embedded engine has a slot "
+            f"for each of max_running sequences. Set models.{model}.gen.max_running instead, and "
+            "cache_gib=null."
         )
+    elif served.shape is not None:
+        yield from too_small_cache(served, served.shape, memory.smallest_cache)
 
 
 def _remark(served: ServedModel) -> str | None:

@@ -14,17 +14,15 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from hflow.base.devices import has_cuda_api
 from hflow.base.errors import BackendError, ConfigError, nearest
-from hflow.data.batches.device_copy import to_device
 from hflow.engines.embedded.attention import PackedStep
-from hflow.engines.embedded.cache import KVCache, assign_slots, outgrows_band
-from hflow.engines.embedded.decode_graphs import DecodeGraphs, cuda_capture
+from hflow.engines.embedded.cache import Ints, KVCache, SlotCache
+from hflow.engines.embedded.decode_graphs import DecodeGraphs, cuda_capture, graph_rows
 from hflow.engines.embedded.dense_decoder import DenseDecoder
 from hflow.engines.embedded.expert_recorder import ExpertRecorder
 from hflow.engines.embedded.families import THROUGH_MODULES, own_forward_objection
@@ -35,6 +33,7 @@ from hflow.engines.embedded.module import (
     load_in_place,
 )
 from hflow.engines.embedded.packing import PromptGroup, admit, last_tokens, pack_step
+from hflow.engines.embedded.pages import PAGE_TOKENS, PagedCache
 from hflow.engines.embedded.sampling import SamplingRows, draw
 from hflow.engines.embedded.step_images import StepImages
 from hflow.engines.interface import DrawnTokens, GenerationEngine, GenerationResult, SamplingParams
@@ -59,6 +58,9 @@ class EngineOptions:
     max_model_len: int = 2048
     """Maximum tokens of a sequence, prompt included, if the model's `max_position_embeddings` is not
     smaller."""
+    cache_bytes: int | None = None
+    """Bytes of the KV cache on an accelerator, in which sequences that find no room wait. None: what
+    `max_running` of the longest need, up to half of the memory that is free when the engine is built."""
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> EngineOptions:
@@ -85,6 +87,7 @@ class EmbeddedEngine(GenerationEngine):
 
     Attributes:
         version: version of the weights in use, recorded with every drawn token.
+        num_requeued: how often a running request had to wait because the cache had no page for it.
     """
 
     def __init__(
@@ -105,9 +108,9 @@ class EmbeddedEngine(GenerationEngine):
 
         Raises:
             BackendError: if the engine does not support the model.
-            ConfigError: if an option is unknown or has a wrong value.
+            ConfigError: if an option is unknown or has a wrong value, or the KV cache is too small.
         """
-        self.version = 0
+        self.version = self.num_requeued = 0
         self._options = EngineOptions.of(options or {})
         self._decode = decode
         self._shares_weights = module is not None
@@ -127,11 +130,10 @@ class EmbeddedEngine(GenerationEngine):
         self._vocab_size = int(config.vocab_size)
         self._num_layers = int(config.num_hidden_layers)
         self._max_length = min(self._options.max_model_len, int(config.max_position_embeddings))
-        self._cache = KVCache(self._options.max_running)
-        self._graphs = None if decoder is None else self._decode_graphs(decoder)
+        self._graphs: DecodeGraphs | None = None
         self._waiting: deque[GenerationRequest] = deque()
         self._running: list[GenerationRequest] = []
-        """Slot -> request."""
+        """The requests that have room in the cache, by their numbers in it."""
         self._rows: SamplingRows | None = None
         """Sampling parameters of the running requests; None after these have changed."""
         self._asleep = False
@@ -139,7 +141,10 @@ class EmbeddedEngine(GenerationEngine):
         """The weights' memory, while it is free."""
         self._has_weights = True
         """False from the time that they are dropped until others are loaded."""
+        self._cache: KVCache = self._new_cache(_PROBED_PAGES)
         self._probe(settings.name)
+        self._cache = self._new_cache(self._num_pages(self._cache.nbytes // _PROBED_PAGES))
+        self._graphs = None if decoder is None else self._decode_graphs(decoder)
 
     @property
     @override
@@ -148,13 +153,8 @@ class EmbeddedEngine(GenerationEngine):
 
     @property
     def num_running(self) -> int:
-        """Number of requests that have a slot."""
+        """Number of requests that have room in the cache."""
         return len(self._running)
-
-    @property
-    def _has_bands(self) -> bool:
-        """Whether attention is computed by bands of sequences with similar lengths."""
-        return not self._is_accelerated and self._graphs is None
 
     @property
     def cache_bytes(self) -> int:
@@ -185,7 +185,7 @@ class EmbeddedEngine(GenerationEngine):
     @override
     def cancel(self, request_id: int) -> None:
         self._waiting = deque(r for r in self._waiting if r.request_id != request_id)
-        self._compact([slot for slot, r in enumerate(self._running) if r.request_id == request_id])
+        self._arrange([request.request_id == request_id for request in self._running])
 
     @torch.inference_mode()
     @override
@@ -196,7 +196,8 @@ class EmbeddedEngine(GenerationEngine):
                 "the engine dropped its weights when it slept and has not loaded others, which is a bug in "
                 "hflow; resume the run from its last checkpoint"
             )
-        groups = admit(self._waiting, self._num_free_slots(), self._options.max_tokens_per_step)
+        self._make_room()
+        groups = admit(self._waiting, self._num_free_slots(), self._options.max_tokens_per_step, self._cache)
         if not self._running and not groups:
             return []
         logits = self._forward(groups)
@@ -206,7 +207,7 @@ class EmbeddedEngine(GenerationEngine):
             if self._vision is not None:
                 self._vision.keep([*self._running, *self._waiting])
         self._draw(logits)
-        return self._finish(has_entered=len(groups) > 0)
+        return self._finish()
 
     @override
     def drawn(self, starts: Mapping[int, int]) -> dict[int, DrawnTokens]:
@@ -215,8 +216,8 @@ class EmbeddedEngine(GenerationEngine):
 
     @override
     def interrupt(self) -> list[tuple[int, GenerationResult]]:
-        unfinished = [*self._running, *self._waiting]
-        self._running, self._rows = [], None
+        self._requeue(0)
+        unfinished = list(self._waiting)
         self._waiting.clear()
         return [(request.request_id, request.result("abort")) for request in unfinished]
 
@@ -239,7 +240,7 @@ class EmbeddedEngine(GenerationEngine):
 
     @override
     def set_version(self, version: int) -> None:
-        self._requeue()  # prefilling overwrites the cache, so it need not be cleared
+        self._requeue(0)
         self.version = version
         if self._vision is not None:
             self._vision.keep(())
@@ -247,7 +248,7 @@ class EmbeddedEngine(GenerationEngine):
     @override
     def sleep(self, level: SleepLevel) -> None:
         """Free memory on an accelerator. On a CPU, allocating pages again costs more than a short turn."""
-        self._requeue()
+        self._requeue(0)
         self._asleep = True
         keep = level is SleepLevel.KEEP_WEIGHTS
         self._has_weights &= keep or self._shares_weights
@@ -272,9 +273,43 @@ class EmbeddedEngine(GenerationEngine):
     def close(self) -> None:
         """Do nothing: the engine is in this process only."""
 
+    @property
+    def _has_pages(self) -> bool:
+        """Whether the cache has pages. On a CPU they would be copied for each layer."""
+        return self._is_accelerated
+
+    def _new_cache(self, num_pages: int) -> KVCache:
+        if not self._has_pages:
+            return SlotCache(self._options.max_running)
+        most = graph_rows(self._options.max_running)[-1]
+        return PagedCache(num_pages, most, self._max_length, self._device)
+
+    def _num_pages(self, page_bytes: int) -> int:
+        """Return the number of pages of the cache: page 0, and those that sequences get. Slots are no pages.
+
+        Raises:
+            ConfigError: if they do not hold the longest sequence, or slots get a size.
+        """
+        num_bytes = self._options.cache_bytes
+        if not self._has_pages:
+            if num_bytes is not None:
+                raise ConfigError("engine option cache_bytes has no effect on a CPU; remove it")
+            return 0
+        of_longest = -(-self._max_length // PAGE_TOKENS)
+        if num_bytes is None:
+            num_bytes = (1 + self._options.max_running * of_longest) * page_bytes
+            if has_cuda_api(self._device.type):
+                num_bytes = min(num_bytes, int(_FREE_SHARE * torch.cuda.mem_get_info(self._device)[0]))
+        if num_bytes < (1 + of_longest) * page_bytes:
+            raise ConfigError(
+                f"the KV cache has {num_bytes} bytes, but a sequence of {self._max_length} tokens needs "
+                f"{(1 + of_longest) * page_bytes}; set a smaller models.NAME.gen.max_model_len"
+            )
+        return num_bytes // page_bytes
+
     def _decode_graphs(self, decoder: DenseDecoder) -> DecodeGraphs | None:
         """Return the captured decode steps; None where kernels are not launched by a host."""
-        if not has_cuda_api(self._device.type):
+        if not isinstance(self._cache, PagedCache) or not has_cuda_api(self._device.type):
             return None
         limits = self._options.max_running, self._max_length
         return DecodeGraphs(decoder, self._cache, self._device, *limits, cuda_capture())
@@ -293,7 +328,6 @@ class EmbeddedEngine(GenerationEngine):
         """Return logits `[S, V]` for the running sequences and the members of `groups`, in this order."""
         if self._graphs is None:
             return self._forward_packed(self._running, groups)
-        # Rows of a graph that only fill up use free slots, so prompts enter these afterwards.
         logits = [self._graphs.logits(*last_tokens(self._running))] if self._running else []
         if groups:
             logits.append(self._forward_packed((), groups))
@@ -301,8 +335,7 @@ class EmbeddedEngine(GenerationEngine):
 
     def _forward_packed(self, decoding: Sequence[GenerationRequest], groups: Sequence[PromptGroup]) -> Tensor:
         """Return logits of all running sequences, or of none, and of the members of `groups`."""
-        first_free_slot = len(self._running)
-        packed = pack_step(decoding, groups, self._cache, self._dtype, self._device, first_free_slot)
+        packed = pack_step(decoding, groups, self._cache, self._dtype, self._device, len(self._running))
         with self._recorder.recording(decoding, groups):
             if self._vision is not None:
                 logits = self._vision.logits(packed, decoding, groups)
@@ -317,8 +350,7 @@ class EmbeddedEngine(GenerationEngine):
         if self._rows is None:
             params = [request.params for request in self._running]
             self._rows = SamplingRows.of(params, logits.shape[1], self._device)
-        positions = np.fromiter((len(r.ids) for r in self._running), np.int64, len(self._running))
-        drawn = draw(logits, self._rows, positions, self._forced_tokens())
+        drawn = draw(logits, self._rows, self._lengths(), self._forced_tokens())
         tokens, logprobs = drawn.tolist()  # host: drawn tokens are copied together
         for request, token, logprob in zip(self._running, tokens, logprobs, strict=True):
             request.append(int(token), logprob, self.version)
@@ -327,43 +359,47 @@ class EmbeddedEngine(GenerationEngine):
         """Return tokens `[S]` to use in place of drawn ones; None to draw. A replay overrides it."""
         return None
 
-    def _finish(self, has_entered: bool) -> list[tuple[int, GenerationResult]]:
-        """Remove and return finished sequences, and reassign the slots of the others if necessary."""
+    def _finish(self) -> list[tuple[int, GenerationResult]]:
+        """Remove and return finished sequences."""
         reasons = [stop_reason(request, self._decode) for request in self._running]
-        finished_slots = [slot for slot, reason in enumerate(reasons) if reason is not None]
         finished = [
-            (self._running[slot].request_id, self._running[slot].result(str(reasons[slot])))
-            for slot in finished_slots
+            (request.request_id, request.result(reason))
+            for request, reason in zip(self._running, reasons, strict=True)
+            if reason is not None
         ]
-        if finished_slots or (self._has_bands and (has_entered or self._any_outgrows_its_band())):
-            self._compact(finished_slots)
+        self._arrange([reason is not None for reason in reasons])
         return finished
 
-    def _any_outgrows_its_band(self) -> bool:
-        return any(outgrows_band(len(request.ids)) for request in self._running)
-
-    def _compact(self, freed: Sequence[int]) -> None:
-        """Free slots, and assign the other sequences to slots, by their lengths where these make bands."""
-        freed_slots = frozenset(freed)
-        slots = np.array([slot for slot in range(len(self._running)) if slot not in freed_slots], np.int64)
-        lengths = np.array([len(self._running[slot].ids) for slot in slots], np.int64)
-        assigned = assign_slots(slots, lengths if self._has_bands else np.ones_like(lengths))
-        moves = np.not_equal(assigned, slots)
-        if moves.any():
-            sources, targets = self._tensor(slots[moves]), self._tensor(assigned[moves])
-            self._cache.move(sources, targets, int(lengths[moves].max()))
-        if freed_slots or moves.any():
-            order = slots[np.argsort(assigned)]
-            self._running = [self._running[slot] for slot in order]
+    def _arrange(self, is_gone: Sequence[bool]) -> None:
+        """Let running sequences leave the cache, which may number the others anew."""
+        kept = np.flatnonzero(np.logical_not(is_gone))
+        order = self._cache.arrange(kept, self._lengths()[kept])
+        if not np.array_equal(order, np.arange(len(self._running))):
+            self._running = [self._running[number] for number in order]
             self._rows = None if self._rows is None else self._rows.take(order)
 
-    def _tensor(self, values: npt.NDArray[np.int64]) -> Tensor:
-        return to_device(torch.from_numpy(values), self._device)
+    def _make_room(self) -> None:
+        """Make room for the last token of each running request, and requeue those that find none."""
+        num_kept = self._cache.grow(self._lengths()) if self._running else 0
+        if num_kept < len(self._running) and not self.num_requeued:
+            _LOG.warning(
+                "the KV cache is full: the sequences that entered last wait, and compute their tokens again; "
+                "a smaller models.NAME.gen.max_running avoids that"
+            )
+        self.num_requeued += len(self._running) - num_kept
+        self._requeue(num_kept)
 
-    def _requeue(self) -> None:
-        """Move running requests to the front of the queue, with their tokens."""
-        self._waiting.extendleft(reversed(self._running))
-        self._running, self._rows = [], None
+    def _lengths(self) -> Ints:
+        """Return the tokens of each running sequence."""
+        return np.fromiter((len(request.ids) for request in self._running), np.int64, len(self._running))
+
+    def _requeue(self, first: int) -> None:
+        """Move running requests, from number `first` on, to the front of the queue, with their tokens."""
+        requeued = self._running[first:]
+        if requeued:
+            self._cache.leave(first)
+            self._waiting.extendleft(reversed(requeued))
+            self._running, self._rows = self._running[:first], None
 
     @torch.inference_mode()
     def _probe(self, name: str) -> None:
@@ -373,7 +409,7 @@ class EmbeddedEngine(GenerationEngine):
             BackendError: if not every layer uses the engine's attention.
         """
         probe = GenerationRequest(-1, SamplingParams(), [0, 0], num_prompt=2, max_length=3)
-        self._forward([PromptGroup((0, 0), (probe,))])
+        self._forward(admit(deque([probe]), 1, len(probe.ids), self._cache))
         num_pluggable = self._cache.num_layers
         if num_pluggable != self._num_layers:
             raise BackendError(
@@ -381,12 +417,15 @@ class EmbeddedEngine(GenerationEngine):
                 f"{type(self._module).__name__} have pluggable attention, but the engine needs all; "
                 "choose another architecture"
             )
-        self._cache.drop()
 
 
 RunModel = Callable[[Tensor, Tensor, Tensor, PackedStep], Tensor]
 """Makes logits `[len(logit_rows), V]` of input ids `[R]`, positions `[R]`, logit rows and a step."""
 
+_PROBED_PAGES = 2
+"""Pages with which the engine finds out how many bytes a page has."""
+_FREE_SHARE = 0.5
+"""Part of the free memory that the KV cache takes at most where no plan knows what else needs memory."""
 _SLOTS_SHARE = 16
 """Waiting sequences enter when one of so many slots is free."""
 _LOG = logging.getLogger(__name__)

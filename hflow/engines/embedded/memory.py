@@ -1,40 +1,80 @@
 """Memory formulas of the embedded engine.
 
-Its cache has a slot for each sequence that may run, and all slots are as long as the longest sequence so far.
+On a CPU its cache has a slot for each sequence that may run, and all slots are as long as the longest
+sequence so far. On an accelerator it is a pool of pages, of a fixed size.
 """
 
 from __future__ import annotations
 
+import math
+
 from hflow.planner.forecast.memory import activations
-from hflow.planner.forecast.memory.parts import EngineLoad, Items, cache_bytes_per_token, item, largest
+from hflow.planner.forecast.memory.parts import (
+    MEMORY_BUDGET,
+    PREFILL_TOKENS,
+    EngineLoad,
+    Items,
+    cache_bytes_per_token,
+    fitting_cache,
+    item,
+    largest,
+)
 from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
 from hflow.planner.plan.forecast import MemoryCategory
+from hflow.planner.plan.hardware import GIB
 
 LENGTH_STEP = 16
 """Slot lengths are multiples of this (`engines/embedded/cache.py`)."""
+PAGE_TOKENS = 16
+"""Tokens of a page (`engines/embedded/pages.py`)."""
 SAMPLING_BYTES = 24
 """Bytes that sampling needs for each logit, beyond the logit: log-probs and probabilities in fp32, cumulative
 sums and their input in fp64."""
 
 
 def cache_bytes(rank: Rank, load: EngineLoad, capacity: int, used: int) -> int:
-    """Return the size of the KV cache. The engine does not limit it to the device's memory."""
+    """Return the size of the KV cache.
+
+    Pages take `cache_gib`, or what the load needs within the budget; slots what the load needs.
+    """
+    if not rank.on_cpu:
+        configured = rank.config.gen.cache_gib
+        if configured is not None:
+            return round(configured * GIB)
+        wanted, available = (
+            load.num_running * _num_pages(load.longest),
+            round(MEMORY_BUDGET * capacity) - used,
+        )
+        return fitting_cache(page_bytes(rank), wanted, available, smallest_cache(rank))
     return cache_bytes_per_token(rank) * load.num_running * slot_length(load.prompt, load.longest)
+
+
+def page_bytes(rank: Rank) -> int:
+    """Return the bytes of a page on an accelerator."""
+    return PAGE_TOKENS * cache_bytes_per_token(rank)
+
+
+def smallest_cache(rank: Rank) -> int:
+    """Return the bytes of the smallest cache of pages: one sequence of `max_model_len`, and a spare page."""
+    return page_bytes(rank) * (1 + _num_pages(rank.config.gen.max_model_len))
 
 
 def decode_step(rank: Rank, load: EngineLoad) -> Items:
     """Return the peak of a step beyond weights and cache.
 
-    It is at the prefill, at the growth of a layer's cache, at the attention scores in fp32, or at the logits.
+    It is at the prefill, at the logits, or on a CPU at the growth of a layer's cache, or at the attention
+    scores in fp32. A cache of pages may be full, and sequences are prefilled again with the tokens they have.
     """
-    prefill = activations.layer_without_gradient(rank, load.prefill, pads=True)
+    most = min(max(PREFILL_TOKENS, load.longest), load.num_running * load.longest)
+    prefill = activations.layer_without_gradient(rank, load.prefill if rank.on_cpu else most, pads=True)
     tower = activations.tower_without_gradient(rank, load.patches)
     moments = [item(MemoryCategory.ACTIVATIONS, max(prefill, tower))]
-    layer_bytes_per_token = cache_bytes_per_token(rank) // max(rank.sizes.num_layers, 1)
-    num_slot_tokens = load.num_running * slot_length(load.prompt, load.longest)
-    grown_cache = layer_bytes_per_token * num_slot_tokens * 4 // 5
-    moments.append(item(MemoryCategory.KV_CACHE, grown_cache, "grown cache"))
-    if rank.width == FP32_BYTES:
+    if rank.on_cpu:
+        layer_bytes_per_token = cache_bytes_per_token(rank) // max(rank.sizes.num_layers, 1)
+        num_slot_tokens = load.num_running * slot_length(load.prompt, load.longest)
+        grown_cache = layer_bytes_per_token * num_slot_tokens * 4 // 5
+        moments.append(item(MemoryCategory.KV_CACHE, grown_cache, "grown cache"))
+    if rank.on_cpu and rank.width == FP32_BYTES:
         scores = 2 * FP32_BYTES * rank.shape.num_heads // rank.tensor * load.num_running * load.longest
         moments.append(item(MemoryCategory.ACTIVATIONS, scores))
     if rank.is_last_stage:
@@ -56,8 +96,14 @@ def process_state(rank: Rank, overhead: int) -> Items:
 
 
 def max_sequences(rank: Rank, cache: int, length: float) -> int | None:
-    """Return None: the cache has a slot for each of `max_running` sequences."""
-    return None
+    """Return the sequences of a length that a cache of pages holds, if they share none; None for slots."""
+    if rank.on_cpu:
+        return None
+    return max(1, (cache // page_bytes(rank) - 1) // _num_pages(length))
+
+
+def _num_pages(length: float) -> int:
+    return math.ceil(length / PAGE_TOKENS)
 
 
 def slot_length(prompt: int, longest: int) -> int:

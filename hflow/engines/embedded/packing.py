@@ -18,9 +18,8 @@ from torch import Tensor
 
 from hflow.data.batches.device_copy import to_device
 from hflow.engines.embedded.attention import PackedStep
-from hflow.engines.embedded.cache import KVCache, LengthBand, length_bands, padded_length
+from hflow.engines.embedded.cache import KVCache, padded_length
 from hflow.engines.request import GenerationRequest
-from hflow.models.attention_kernels import additive_mask
 from hflow.models.packed_attention import PackedLayout, PaddedLayout
 from hflow.types.image import PlacedImage
 from hflow.types.kernels import AttentionKernel
@@ -53,59 +52,54 @@ def pack_step(
     cache: KVCache,
     dtype: torch.dtype,
     device: torch.device,
-    first_free_slot: int,
+    first_free: int,
 ) -> PackedForward:
     """Pack one step.
 
     Args:
-        running: the sequences that decode, in slot order; none if they do so elsewhere.
-        groups: entering prompts; their members take the free slots, in order.
-        cache: gets room for all of them.
+        running: the sequences that decode, in the order of their numbers; none if they do so elsewhere.
+        groups: entering prompts, whose members get the numbers from `first_free` on, in order.
+        cache: has room for all of them.
         dtype: the model's dtype.
         device: the model's device.
-        first_free_slot: the slot after those of all running sequences.
+        first_free: the number of running sequences, also of those that decode elsewhere.
     """
-    num_decoding = len(running)
-    last_ids, positions = last_tokens(running)
-    cached_length = padded_length(int(positions.max()) + 1) if num_decoding else 0  # host: numpy
-    max_length = max(cached_length, max((len(group.ids) for group in groups), default=0))
-    cache.reserve(first_free_slot + sum(len(group.members) for group in groups), max_length)
 
     def tensor(values: Ints) -> Tensor:
         return to_device(torch.from_numpy(values), device)
 
-    bands: tuple[LengthBand, ...] = ()
-    decode_mask = decode_lengths = None
-    if num_decoding and device.type == "cpu":
-        bands = tuple(length_bands(positions + 1))
-        decode_mask = additive_mask(tensor(positions), cached_length, dtype)
-    elif num_decoding:
-        decode_lengths = to_device(torch.from_numpy((positions + 1).astype(np.int32)), device)
+    num_decoding = len(running)
+    last_ids, positions = last_tokens(running)
+    lengths = [*(len(group.ids) for group in groups), *((positions.max() + 1,) if num_decoding else ())]
     decoding_rows = np.arange(num_decoding)
+    prompts = _Prompts(groups, num_decoding, first_free, cache) if groups else None
     step = partial(
         PackedStep,
         cache=cache,
         num_decoding=num_decoding,
-        bands=bands,
-        decode_mask=decode_mask,
-        decode_lengths=decode_lengths,
-        max_length=max_length,
+        decoding=cache.attention(positions + 1, dtype) if num_decoding else None,
+        max_length=padded_length(int(max(lengths))),
     )
-    if not groups:
-        filled_positions, rows = tensor(_fill_up(positions)), tensor(_fill_up(decoding_rows))
-        stored = step(stored_slots=rows[:num_decoding], stored_positions=filled_positions[:num_decoding])
-        return PackedForward(tensor(_fill_up(last_ids)), filled_positions, rows, None, stored)
-    prompts = _Prompts(groups, num_decoding, first_free_slot)
-    stored_rows, stored_slots, stored_positions = map(tensor, prompts.stored(positions))
+    if prompts is None:
+        blocks, offsets = map(tensor, cache.locate(decoding_rows, positions))
+        return PackedForward(
+            input_ids=tensor(_fill_up(last_ids)),
+            positions=tensor(_fill_up(positions)),
+            logit_rows=tensor(_fill_up(decoding_rows)),
+            sequence_logits=None,
+            step=step(stored_blocks=blocks, stored_offsets=offsets),
+        )
+    stored_rows, sequences, stored_positions = prompts.stored(positions)
+    blocks, offsets = map(tensor, cache.locate(sequences, stored_positions))
     return PackedForward(
         input_ids=tensor(_fill_up(np.concatenate((last_ids, prompts.ids)))),
         positions=tensor(_fill_up(np.concatenate((positions, prompts.positions)))),
         logit_rows=tensor(_fill_up(np.concatenate((decoding_rows, prompts.last_rows)))),
         sequence_logits=tensor(prompts.sequence_logits()),
         step=step(
-            stored_rows=stored_rows,
-            stored_slots=stored_slots,
-            stored_positions=stored_positions,
+            stored_rows=tensor(stored_rows),
+            stored_blocks=blocks,
+            stored_offsets=offsets,
             num_prompt_rows=len(prompts.ids),
             prompts=_layout(prompts.lengths, dtype, device),
         ),
@@ -121,9 +115,11 @@ def last_tokens(running: Sequence[GenerationRequest]) -> tuple[Ints, Ints]:
 class _Prompts:
     """Rows of the entering prompts: `starts[g]` is the first row of prompt g."""
 
-    def __init__(self, groups: Sequence[PromptGroup], num_decoding: int, first_slot: int) -> None:
+    def __init__(self, groups: Sequence[PromptGroup], num_decoding: int, first: int, cache: KVCache) -> None:
         self.num_decoding = num_decoding
-        self.first_slot = first_slot
+        self.first = first
+        self.skipped = cache.enter([member for group in groups for member in group.members])
+        """Tokens of each member that another one stores."""
         self.lengths = np.array([len(group.ids) for group in groups], np.int64)
         self.num_members = np.array([len(group.members) for group in groups], np.int64)
         self.starts = num_decoding + np.cumsum(self.lengths) - self.lengths
@@ -132,14 +128,15 @@ class _Prompts:
         self.last_rows = self.starts + self.lengths - 1
 
     def stored(self, decode_positions: Ints) -> tuple[Ints, Ints, Ints]:
-        """Return rows, slots and positions of all tokens to store: each prompt once per member."""
-        lengths = np.repeat(self.lengths, self.num_members)
-        slots = self.first_slot + np.arange(len(lengths))
+        """Return rows, sequences and positions of all tokens to store: a prompt's for each of its members."""
+        lengths = np.repeat(self.lengths, self.num_members) - self.skipped
+        starts = np.repeat(self.starts, self.num_members) + self.skipped
+        members = self.first + np.arange(len(lengths))
         decoding = np.arange(self.num_decoding)
         return (
-            np.concatenate((decoding, _ranges(np.repeat(self.starts, self.num_members), lengths))),
-            np.concatenate((decoding, np.repeat(slots, lengths))),
-            np.concatenate((decode_positions, _ranges(np.zeros_like(lengths), lengths))),
+            np.concatenate((decoding, _ranges(starts, lengths))),
+            np.concatenate((decoding, np.repeat(members, lengths))),
+            np.concatenate((decode_positions, _ranges(self.skipped, lengths))),
         )
 
     def sequence_logits(self) -> Ints:
@@ -206,22 +203,26 @@ class PromptGroup:
         return self.members[0].images
 
 
-def admit(waiting: deque[GenerationRequest], free_slots: int, token_budget: int) -> list[PromptGroup]:
+def admit(
+    waiting: deque[GenerationRequest], num_free: int, token_budget: int, cache: KVCache
+) -> list[PromptGroup]:
     """Take requests from the front of `waiting`, in order, and group those with equal prompts.
 
-    Stops at the first request without a free slot, or whose prompt would exceed the budget of distinct prompt
-    tokens. The first prompt of a step is admitted regardless of its length.
+    Stops after `num_free` requests, at the first one for which the cache has too little room, or whose prompt
+    would exceed the budget of distinct prompt tokens. The first prompt is admitted regardless of its length.
     """
     groups: dict[tuple[Any, ...], list[GenerationRequest]] = {}
     num_tokens = 0
-    while waiting and free_slots:
+    while waiting and num_free:
         ids = waiting[0].ids
         prompt = (*ids, *(image.digest for _, image in waiting[0].images))
+        if groups and prompt not in groups and num_tokens + len(ids) > token_budget:
+            break
+        if not cache.admit(waiting[0]):
+            break
         if prompt not in groups:
-            if groups and num_tokens + len(ids) > token_budget:
-                break
             num_tokens += len(ids)
             groups[prompt] = []
         groups[prompt].append(waiting.popleft())
-        free_slots -= 1
+        num_free -= 1
     return [PromptGroup(tuple(members[0].ids), tuple(members)) for members in groups.values()]

@@ -221,8 +221,8 @@ def _longest_sequence(setup: EngineSetup, config: Any) -> int:
 def reads_checkpoint(setup: EngineSetup) -> bool:
     """Return whether the engine reads the weights of a checkpoint when it is built.
 
-    It does not where all of them are replaced before it generates. Adapters replace none: they are added to
-    the weights that the engine was built with.
+    It does not where all of them are replaced before it generates. Adapters replace none: they are beside the
+    weights that the engine was built with, or are added to these.
     """
     is_replaced = setup.receives_weights and setup.settings.lora is None
     return setup.settings.path is not None and not is_replaced

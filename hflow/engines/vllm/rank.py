@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
 from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
@@ -33,6 +34,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from hflow.base.errors import HflowError
+from hflow.engines.vllm.adapters import HeldAdapters, add_on_cpu
 from hflow.engines.vllm.hf_mapping import checked, checkpoint_path, held_by_module, held_tensors
 from hflow.engines.vllm.quantized_layers import QuantizedLayers
 from hflow.models.expert_tensors import file_tensors
@@ -161,12 +163,30 @@ class AdapterTransfer(HflowWeightTransfer):
 class RankExtension:
     """Methods that vLLM's worker of a rank gets, for `collective_rpc`."""
 
+    rank: int
     weight_transfer_engine: HflowWeightTransfer
     model_runner: Any
+    hflow_adapters: HeldAdapters
 
     def hflow_outcome(self) -> Outcome:
         """Return the result of this rank's last weight update."""
         return self.weight_transfer_engine.outcome
+
+    def hflow_add_adapters(self, r: int) -> None:
+        """Register adapters that are zero, of a model that runs with LoRA."""
+        self.hflow_adapters = HeldAdapters(self.model_runner, r)
+
+    def hflow_load_adapters(self, incoming: Sequence[bytes], scale: float) -> Outcome:
+        """Load and check this rank's adapters of a version.
+
+        Args:
+            incoming: the `IncomingWeights` of all ranks, pickled.
+            scale: alpha / r.
+        """
+        try:
+            return Outcome(self.hflow_adapters.load(cloudpickle.loads(incoming[self.rank]), scale))
+        except HflowError as error:
+            return Outcome(error=error)
 
     def hflow_expert_layers(self) -> list[int]:
         """Return the numbers of the layers that have experts."""
@@ -242,6 +262,7 @@ def _prepare_process() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the engine's process
     if current_platform.is_cpu():
         utils.dispatch_cpu_unquantized_gemm = _use_weights_in_place
+        PunicaWrapperCPU.add_lora_linear = add_on_cpu
         unquantized.backend_to_kernel_cls = lambda backend: [_ExpertsInPlace]
         CPUFp8BlockScaledMMKernel.apply_weights = _with_bias_in_fp32(CPUFp8BlockScaledMMKernel.apply_weights)
     if TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:

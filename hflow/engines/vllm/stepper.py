@@ -31,6 +31,7 @@ from hflow.engines.process.engine_process import ProcessSettings
 from hflow.engines.process.stepper import Results, Stepper
 from hflow.engines.request import Decode, GenerationRequest, stop_reason
 from hflow.engines.vllm import rank
+from hflow.engines.vllm.adapters import REQUEST
 from hflow.engines.vllm.compile_turn import compile_turn
 from hflow.engines.vllm.expert_rows import ExpertRows
 from hflow.engines.vllm.images import ImageInputs
@@ -92,6 +93,10 @@ class VllmStepper(Stepper):
         self._core = self._engine.engine_core
         self._num_ranks: int = settings.arguments["tensor_parallel_size"]
         self._tasks = self._engine.get_supported_tasks()
+        self._lora = settings.settings.lora if _has_adapter_buffers(settings) else None
+        """The adapters beside the weights; None: there are none, or they are merged."""
+        if self._lora is not None:
+            self._engine.collective_rpc("hflow_add_adapters", args=(self._lora.r,))
         self._expert_rows = self._read_expert_rows() if ROUTED_EXPERTS in settings.records else None
         self._inputs = ImageInputs(settings.settings)
         self._version = 0
@@ -115,7 +120,11 @@ class VllmStepper(Stepper):
         for request in requests:
             name = str(next(self._counter))
             core_request = self._engine.input_processor.process_inputs(
-                name, self._inputs.of(request), _sampling_params(request), self._tasks
+                name,
+                self._inputs.of(request),
+                _sampling_params(request),
+                self._tasks,
+                lora_request=None if self._lora is None else REQUEST,
             )
             self._core.add_request(core_request)
             self._requests[name] = request
@@ -170,6 +179,16 @@ class VllmStepper(Stepper):
     def load_weights(self, incoming: Sequence[bytes], version: int) -> LoadedWeights:
         self._end_steps()
         self._has_weights = False
+        outcomes = self._load_weights(incoming) if self._lora is None else self._load_adapters(incoming)
+        for outcome in outcomes:
+            if outcome.error is not None:
+                raise outcome.error
+        self._has_weights = True
+        self._use(version)
+        return LoadedWeights.of_ranks(outcome.loaded for outcome in outcomes if outcome.loaded is not None)
+
+    def _load_weights(self, incoming: Sequence[bytes]) -> list[rank.Outcome]:
+        """Let every rank replace its weights; adapters are merged into them."""
         self._engine.collective_rpc("start_weight_update")
         lora = self._settings.settings.lora
         scale = {} if lora is None else {"scale": lora.scale}
@@ -177,12 +196,15 @@ class VllmStepper(Stepper):
         self._engine.collective_rpc("update_weights", args=(updates,))
         self._engine.collective_rpc("finish_weight_update")
         outcomes: list[rank.Outcome] = self._engine.collective_rpc("hflow_outcome")
-        for outcome in outcomes:
-            if outcome.error is not None:
-                raise outcome.error
-        self._has_weights = True
-        self._use(version)
-        return LoadedWeights.of_ranks(outcome.loaded for outcome in outcomes if outcome.loaded is not None)
+        return outcomes
+
+    def _load_adapters(self, incoming: Sequence[bytes]) -> list[rank.Outcome]:
+        """Let every rank replace the adapters beside its weights."""
+        assert self._lora is not None
+        outcomes: list[rank.Outcome] = self._engine.collective_rpc(
+            "hflow_load_adapters", args=(list(incoming), self._lora.scale)
+        )
+        return outcomes
 
     @override
     def set_version(self, version: int) -> None:
@@ -196,7 +218,8 @@ class VllmStepper(Stepper):
     def sleep(self, level: SleepLevel) -> None:
         self._has_weights &= level is SleepLevel.KEEP_WEIGHTS
         if self._settings.sleeps:
-            self._engine.sleep(level.value)
+            # The weights beside adapters stay the same.
+            self._engine.sleep((level if self._lora is None else SleepLevel.KEEP_WEIGHTS).value)
 
     @override
     def wake_weights(self) -> None:
@@ -282,9 +305,7 @@ def engine_config(settings: ProcessSettings) -> VllmConfig:
         load_format="auto" if settings.reads_checkpoint else "dummy",
         skip_tokenizer_init=True,
         enable_sleep_mode=settings.sleeps,
-        weight_transfer_config=WeightTransferConfig(
-            backend=rank.TRANSFER_BACKEND if settings.settings.lora is None else rank.ADAPTER_BACKEND
-        ),
+        weight_transfer_config=_weight_transfer(settings),
         **settings.arguments,
     )
     config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
@@ -292,6 +313,19 @@ def engine_config(settings: ProcessSettings) -> VllmConfig:
         # vLLM refuses it with the first model runner, beside which `RecordingWorker` records on CPUs.
         config.aux_output_config.enable_return_routed_experts = True
     return config
+
+
+def _weight_transfer(settings: ProcessSettings) -> WeightTransferConfig | None:
+    """Return the loader of new weights; None where these stay the same, beside adapters."""
+    if _has_adapter_buffers(settings):
+        return None
+    merges = settings.settings.lora is not None
+    return WeightTransferConfig(backend=rank.ADAPTER_BACKEND if merges else rank.TRANSFER_BACKEND)
+
+
+def _has_adapter_buffers(settings: ProcessSettings) -> bool:
+    """Return whether adapters are beside the weights, and not merged."""
+    return "enable_lora" in settings.arguments
 
 
 def _sampling_params(request: GenerationRequest) -> VllmSamplingParams:

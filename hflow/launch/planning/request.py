@@ -45,7 +45,7 @@ from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.traits import ENGINES
 from hflow.planner.plan.workload import PromptImages, image_sizes
 from hflow.shapes.model_shape import ModelShape
-from hflow.types.kernels import flash_attn_version, installed_transformer_engine
+from hflow.types.kernels import flash_versions, installed_transformer_engine
 
 HardwareKind = Literal["devices", "links", "calibrations"]
 
@@ -275,7 +275,7 @@ def plan_request(
         images=_images(config, graph),
         settings=_settings(config),
         engine_problems=engine_problems(cluster.device),
-        flash_attn=flash_attn_version(),
+        flash_attn=flash_versions(),
         transformer_engine=installed_transformer_engine(),
         warnings=(
             *overruled_architectures(config),
@@ -289,6 +289,7 @@ def plan_request(
             *_system_warnings(graph),
             *_staleness_warnings(config, graph),
             *_quantization_warnings(config, graph),
+            *_reference_warnings(config, graph),
         ),
     )
 
@@ -299,8 +300,10 @@ _LATER_KEYS: Mapping[str, Any] = {
     ".optim.nesterov": None,
     ".optim.groups": [],
     ".gen.quantization": None,
+    ".fp8": None,
     ".zero_stage": 3,
     ".freeze": None,
+    ".lora.rslora": False,
     ".images.min_pixels": None,
     ".images.max_pixels": None,
     ".fetch_images": False,
@@ -411,12 +414,27 @@ def _quantization_warnings(config: RunConfig, graph: Graph) -> Iterator[str]:
     for node in graph.nodes:
         if all(read.parameter != COMPARED for read in node.reads):
             continue
-        model = config.models.get(node.spec.models[0], ModelConfig())
-        missing = missing_correction(node)
-        if model.gen.quantization is not None and missing is not None:
+        name, missing = node.spec.models[0], missing_correction(node)
+        model = config.models.get(name, ModelConfig())
+        for key, value in (("gen.quantization", model.gen.quantization), ("fp8", model.fp8)):
+            if value is not None and missing is not None:
+                yield (
+                    f"models.{name}.{key}={value} makes the engine draw from another policy than the "
+                    f"trainer's, which can stop learning. {missing}"
+                )
+
+
+def _reference_warnings(config: RunConfig, graph: Graph) -> Iterator[str]:
+    """Yield a warning for each frozen model that rounds products otherwise than the model it started from."""
+    for spec in graph.models:
+        if spec.init_from is None or spec.trainable or spec.head != spec.init_from.head:
+            continue
+        ours, theirs = (config.models.get(one.name, ModelConfig()).fp8 for one in (spec, spec.init_from))
+        if ours != theirs:
+            key, other = f"models.{spec.name}.fp8", f"models.{spec.init_from.name}.fp8"
             yield (
-                f"models.{node.spec.models[0]}.gen.quantization={model.gen.quantization} makes the engine "
-                f"draw from another policy than the trainer's, which can stop learning. {missing}"
+                f"{key} is {ours or 'null'}, but {other} is {theirs or 'null'}: with the same weights, their "
+                f"log-probs differ by FP8's rounding. Set {key}={theirs or 'null'} for equal ones."
             )
 
 

@@ -19,7 +19,6 @@ from hflow.planner.checks.unrunnable import head_size_reason
 from hflow.planner.models.descriptors import training_backend
 from hflow.planner.plan.rows import Plan, Replica
 from hflow.training.sharded_checkpoint import check_shards
-from hflow.types.kernels import flash_attn_version
 from hflow.workers.interface import WorkerSetup
 from hflow.workers.local_models import with_local_models
 
@@ -64,7 +63,7 @@ def _check_head_size(replica: Replica, plan: Plan, config: PreTrainedConfig) -> 
     if replica.model in dict(plan.shapes):
         return
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if reason := head_size_reason(replica, plan, size, flash_attn_version() is not None):
+    if reason := head_size_reason(replica, plan, size):
         raise BackendError(reason)
 
 

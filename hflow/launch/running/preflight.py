@@ -8,13 +8,13 @@ import inspect
 from hflow.base.devices import is_gpu
 from hflow.base.errors import BackendError, ConfigError, NotYetError
 from hflow.config import RunConfig
-from hflow.config.schema import ONE_PROCESS, FaultsConfig
+from hflow.config.schema import ONE_PROCESS, FaultsConfig, ModelConfig
 from hflow.environments.client import host_of
 from hflow.environments.interface import adapter_of
 from hflow.graph.ir import Graph
 from hflow.launch.planning.compile import Compiled
 from hflow.launch.running.worker_setup import make_processes
-from hflow.planner.models.choices import deterministic_variables
+from hflow.planner.models.choices import deterministic_variables, te_setting
 from hflow.planner.models.descriptors import descriptor, engine_kind
 from hflow.planner.plan.rows import Replica
 from hflow.planner.plan.traits import ENGINES
@@ -51,10 +51,10 @@ def refuse_unrunnable(compiled: Compiled) -> None:
         problem_of_te = install_problem(installed_transformer_engine())
         if choice.kernels is LayerKernels.TRANSFORMER_ENGINE and problem_of_te:
             _refuse_missing_gpus(compiled)
-            key = f"models.{compiled.plan.replica(choice.replica).model}.kernels"
+            model = compiled.plan.replica(choice.replica).model
+            asked, instead = te_setting(model, compiled.config.models.get(model, ModelConfig()))
             raise BackendError(
-                f"{key} is {choice.kernels}, but {problem_of_te}. Run {kernel_install(TE_PACKAGE)}, or set "
-                f"{key}=torch"
+                f"{asked}, but {problem_of_te}. Run {kernel_install(TE_PACKAGE)}, or set {instead}"
             )
     check_packages(compiled.graph)
 

@@ -75,7 +75,7 @@ class RunObserver:
         self._shown_metrics = ShownMetrics(plan, report.show)
         run = str(directory.path) if directory else plan.graph.name
         self._step_warnings = (
-            EngineGapWarning(plan.graph, report.max_engine_kl, _quantized_models(plan)),
+            EngineGapWarning(plan.graph, report.max_engine_kl, _low_precisions(plan)),
             NoGradientWarning(plan.graph, run),
             TruncationWarning(),
         )
@@ -343,8 +343,11 @@ def _family(metric: Metric, values: Mapping[str, float]) -> dict[str, int]:
     return {key: int(value) for key, value in members if key is not None}
 
 
-def _quantized_models(plan: Plan) -> frozenset[str]:
-    """Return the models whose engines quantise weights."""
-    settings = dict(plan.settings)
-    names = (model.name for model in plan.graph.models)
-    return frozenset(name for name in names if settings.get(f"models.{name}.gen.quantization") is not None)
+def _low_precisions(plan: Plan) -> dict[str, str]:
+    """Return the models that an engine or the trainer quantises, with the setting that ends it."""
+    settings, found = dict(plan.settings), {}
+    for model in plan.graph.models:
+        for key in ("fp8", "gen.quantization"):
+            if settings.get(f"models.{model.name}.{key}") is not None:
+                found[model.name] = f"{key}=null"
+    return found

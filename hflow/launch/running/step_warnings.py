@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from hflow.graph.ir import Graph
 from hflow.graph.queries import missing_correction, reported_field
@@ -18,12 +18,12 @@ class EngineGapWarning:
     Args:
         graph: the graph of the run.
         max_kl: `report.max_engine_kl`; None: never warn.
-        quantized: the models whose engines quantise weights.
+        low_precisions: model -> the setting that ends a low precision, of its engines or its own.
     """
 
-    def __init__(self, graph: Graph, max_kl: float | None, quantized: Container[str] = ()) -> None:
+    def __init__(self, graph: Graph, max_kl: float | None, low_precisions: Mapping[str, str]) -> None:
         self._graph = graph
-        self._quantized = quantized
+        self._low_precisions = low_precisions
         self._max_kl = max_kl
         self._warned: dict[str, float] = {}
 
@@ -53,7 +53,7 @@ class EngineGapWarning:
         """Return the likely causes, and how to correct the loss."""
         spec = self._graph.node(node).spec
         key = f"models.{spec.models[0]}"
-        tries = "gen.quantization=null" if spec.models[0] in self._quantized else "dtype=fp32"
+        tries = self._low_precisions.get(spec.models[0], "dtype=fp32")
         causes = f"Likely causes are a low precision (try {key}.{tries}) and a model or kernel that the "
         causes += "engine implements differently."
         missing = missing_correction(self._graph.node(node))

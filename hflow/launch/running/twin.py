@@ -289,6 +289,8 @@ def describe_changes(graph: Graph, config: RunConfig) -> Iterator[str]:
     for name, model in config.models.items():
         if model.dtype not in (None, "fp32"):
             yield f"{name} computes in fp32 (dtype={model.dtype})"
+        if model.fp8 is not None:
+            yield f"{name} multiplies in fp32 (fp8={model.fp8})"
         if model.gen.engine not in (None, _engine().name):
             yield f"{name} generates with the {_engine().name} engine (gen.engine={model.gen.engine})"
 
@@ -299,7 +301,7 @@ def _comparable_model(config: RunConfig, name: str) -> ModelConfig:
     if _may_differ(model):  # options of the configured engine
         layout = None if gen.layout is None else _data_only(gen.layout)
         gen = dataclasses.replace(gen, layout=layout, cache_gib=None)
-    return dataclasses.replace(model, dtype="fp32", gen=gen)
+    return dataclasses.replace(model, dtype="fp32", fp8=None, gen=gen)
 
 
 def _may_differ(model: ModelConfig) -> bool:

@@ -184,6 +184,8 @@ def _engine_options(compiled: Compiled, replica: Replica) -> Mapping[str, Any]:
     options: dict[str, Any] = {"max_running": config.max_running, "max_model_len": config.max_model_len}
     if config.quantization is not None:
         options["quantization"] = config.quantization
+    if replica.merges_adapters:
+        options["merges_adapters"] = True
     choice = next(choice for choice in compiled.plan.engines if choice.replica == replica.name)
     return options if choice.cache_bytes is None else {**options, "cache_bytes": choice.cache_bytes}
 

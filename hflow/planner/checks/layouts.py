@@ -12,8 +12,8 @@ from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import Replica
 from hflow.planner.plan.traits import BackendTraits, traits
 from hflow.planner.weights.sharding import can_split
-from hflow.shapes.layout import Layout
-from hflow.shapes.model_shape import ModelShape, TensorSpec, kinds_of_layers, other_tensors
+from hflow.shapes.layout import Layout, stage_layers
+from hflow.shapes.model_shape import ModelShape, TensorSpec, kinds_of_layers, layer_tensors, other_tensors
 
 _SPLIT_TENSORS = {
     "model.layers.{}.self_attn.q_proj.weight": "{} heads",
@@ -46,12 +46,27 @@ def check_layouts(replicas: Iterable[Replica], request: PlanRequest) -> None:
         if shape is not None:
             _check(replica, shape, traits(replica.backend))
             _check_experts(replica, shape)
+            _check_adapters(replica, request)
 
 
 def _with_data(layout: Layout, replica: Replica) -> str:
     """Return the layout with as many data ranks as the replica has devices for, and its expert axis."""
     data = replica.layout.world // (layout.tensor * layout.pipe)
     return f"{replace(layout, data=data, expert=math.gcd(data, replica.layout.expert))} fits"
+
+
+def _check_adapters(replica: Replica, request: PlanRequest) -> None:
+    """Refuse a pipeline stage that has nothing to train, as adapters are in other layers."""
+    shape, layout = request.trained_shape(replica.model), replica.layout
+    if replica.role != "train" or shape is None or shape.adapter is None:
+        return
+    for stage, layers in enumerate(stage_layers(shape.num_layers, layout.pipe)):
+        if not any(layer_tensors(shape, layer) for layer in range(*layers)):
+            raise PlanError(
+                f"{replica.name}: stage {stage} of layout {layout} has no matrix of "
+                f"models.{replica.model}.lora.targets, so it has nothing to train; set fewer stages, or more "
+                "targets"
+            )
 
 
 def _check_experts(replica: Replica, shape: ModelShape) -> None:

@@ -22,11 +22,12 @@ from hflow.graph.queries import (
 )
 from hflow.planner.forecast.cost.collectives import axis_lines
 from hflow.planner.forecast.memory.rank import layer_matrices
+from hflow.planner.models.choices import te_setting
 from hflow.planner.plan.optimizers import OPTIMIZERS, check_groups, optimizer_traits
 from hflow.planner.plan.request import PlanRequest, trained_shape
 from hflow.planner.plan.rows import BatchCut, EdgeRule, Replica
 from hflow.planner.plan.traits import first_with, traits
-from hflow.shapes.model_shape import tensors
+from hflow.shapes.model_shape import kinds_of_layers, tensors
 from hflow.types.kernels import AUTO_KERNELS
 
 MINIMUMS = {
@@ -60,6 +61,7 @@ def check_request(graph: Graph, request: PlanRequest) -> None:
                 f"the modules of transformers; remove it, or set "
                 f"models.{name}.backend={first_with('chooses_kernels')}"
             )
+        _check_fp8(name, config)
         shape = request.shapes.get(name)
         if config.sequence_parallel is False and shape is not None and shape.experts is not None:
             raise PlanError(
@@ -113,6 +115,23 @@ def _check_host_steps(name: str, config: ModelConfig) -> None:
         )
 
 
+def _check_fp8(name: str, config: ModelConfig) -> None:
+    """Raise if the backend, or the kernels, do not multiply in FP8."""
+    if config.fp8 is None:
+        return
+    key = f"models.{name}"
+    if not traits(config.backend).chooses_kernels:
+        raise PlanError(
+            f"{key}.fp8 is {config.fp8}, but the {config.backend} backend does not multiply in FP8; set "
+            f"{key}.backend={first_with('chooses_kernels')}, or remove {key}.fp8"
+        )
+    if config.kernels == "torch":
+        raise PlanError(
+            f"{key}.fp8 is {config.fp8}, but {key}.kernels is {config.kernels}, and only Transformer Engine "
+            f"multiplies in FP8; remove one of them"
+        )
+
+
 def _check_compile(name: str, config: ModelConfig) -> None:
     """Raise if the backend cannot compile."""
     if config.compile and not traits(config.backend).compiles_layers:
@@ -152,17 +171,32 @@ def _check_lora(graph: Graph, name: str, request: PlanRequest) -> None:
             f"{key} is set, but the {config.backend} backend cannot train adapters; set "
             f"models.{name}.backend={first_with('has_adapters')}, or remove {key}"
         )
+    if config.kernels == "transformer_engine" or config.fp8 is not None:
+        asked, instead = te_setting(name, config)
+        raise PlanError(
+            f"{asked}, but adapters are added to the products of torch; set {instead}, or remove {key}"
+        )
     for node in graph.nodes:
         if node.spec.verb == "update" and name in node.spec.reads_weights:
             raise PlanError(
                 f"{key} is set, but {node.name} works on all weights of {name}, of which only adapters are "
                 f"trained; remove {key}, or the node"
             )
-    if shape is not None:
-        try:
-            trained_shape(shape, config.lora)
-        except PlanError as error:
-            raise PlanError(f"models.{name}.{error}") from None
+    if shape is None:
+        return
+    try:
+        trained = trained_shape(shape, config.lora)
+    except PlanError as error:
+        raise PlanError(f"models.{name}.{error}") from None
+    sizes = {spec.shape[".lora_A." in spec.name]: spec for kind in kinds_of_layers(trained) for spec in kind}
+    if not sizes:
+        raise PlanError(f"{key}.targets is empty, so nothing is trained; set {key}.targets=[all-linear]")
+    if config.lora.r > min(sizes):
+        module = sizes[min(sizes)].name.split(".")[-3]
+        raise PlanError(
+            f"{key}.r is {config.lora.r}, but {module} has only {min(sizes)} rows or columns; set "
+            f"{key}.r={min(sizes)} or less"
+        )
 
 
 def _check_schedule(settings: ScheduleConfig, batch: int) -> None:
@@ -308,6 +342,7 @@ _OF_FORWARD_PASSES = (
     "layout",
     "tokens_per_microbatch",
     "kernels",
+    "fp8",
     "sequence_parallel",
     "compile",
     "offload",

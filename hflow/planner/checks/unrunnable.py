@@ -23,7 +23,7 @@ from hflow.planner.weights.weight_routes import transport_reasons
 from hflow.shapes.architectures import EXPERT_FAMILIES, FAMILIES, can_run
 from hflow.shapes.layout import Layout
 from hflow.shapes.model_shape import ModelShape
-from hflow.types.kernels import head_size_problem, packed_kernel
+from hflow.types.kernels import head_size_problem
 from hflow.types.recorded import requested_kinds
 
 FitsFunction = Callable[[Mapping[str, Any]], bool]
@@ -63,7 +63,7 @@ def _reasons(plan: Plan, request: PlanRequest, chosen: Container[str], fits: Fit
         if node.spec.verb == "generate" and plan.graph.stream(node.stream).parent is not None:
             yield from _derived_stream_reasons(node, plan)
     yield from _family_reasons(plan, fits)
-    yield from _head_size_reasons(plan, request)
+    yield from _head_size_reasons(plan)
     yield from layer_reasons(plan, request)
     for replica in plan.replicas:
         shape = request.shapes.get(replica.model)
@@ -136,19 +136,19 @@ def _family_reasons(plan: Plan, fits: FitsFunction) -> Iterator[str]:
         )
 
 
-def _head_size_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
+def _head_size_reasons(plan: Plan) -> Iterator[str]:
     """Yield the models with attention heads of a size that the planned kernel does not compute."""
-    shapes, has_flash_attn = dict(plan.shapes), request.flash_attn is not None
+    shapes = dict(plan.shapes)
     known = [replica for replica in plan.replicas if replica.model in shapes]
-    reasons = [head_size_reason(r, plan, shapes[r.model].head_dim, has_flash_attn) for r in known]
+    reasons = [head_size_reason(r, plan, shapes[r.model].head_dim) for r in known]
     yield from (f"{reason}." for reason in dict.fromkeys(reasons) if reason)
 
 
-def head_size_reason(replica: Replica, plan: Plan, head_size: int, has_flash_attn: bool) -> str | None:
+def head_size_reason(replica: Replica, plan: Plan, head_size: int) -> str | None:
     """Return the reason why a replica's attention kernel cannot compute its heads; None if it can."""
     if replica.role == "gen" and traits(replica.backend).has_own_attention:
         return None
-    kernel = packed_kernel(plan.cluster.device, replica.dtype, has_flash_attn=has_flash_attn)
+    kernel = next(choice.kernel for choice in plan.attention if choice.replica == replica.name)
     problem, model = head_size_problem(kernel, head_size), replica.model
     return problem and f"{model} {problem}. Set models.{model}.dtype=fp32, or use another architecture"
 

@@ -90,10 +90,13 @@ def with_adapters(graph: Graph, replicas: tuple[Replica, ...], request: PlanRequ
 
 def _are_alike(replica: Replica, trainer: Replica, request: PlanRequest) -> bool:
     """Return whether a replica without adapters computes as the trainer does without its own."""
+    configs = [request.model(r.model) for r in (replica, trainer)]
     settings = [
-        (r.backend, r.layout, r.workers, request.model(r.model).compute_dtype) for r in (replica, trainer)
+        (r.backend, r.layout, r.workers, config.compute_dtype)
+        for r, config in zip((replica, trainer), configs, strict=True)
     ]
-    return replica.role == "infer" and settings[0] == settings[1]
+    has_other_kernels = configs[0].kernels == "transformer_engine" or configs[0].fp8 is not None
+    return replica.role == "infer" and settings[0] == settings[1] and not has_other_kernels
 
 
 def _origin(model: Model, request: PlanRequest) -> str:

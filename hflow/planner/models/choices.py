@@ -10,12 +10,22 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from hflow.base.devices import is_gpu
+from hflow.config.schema import ModelConfig
 from hflow.planner.models.descriptors import EngineKind, ServedModel, Variation, descriptor, engine_kind
 from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import AttentionChoice, EngineChoice, LayerChoice, Plan, Replica
 from hflow.planner.plan.traits import ENGINES, is_engine, traits
-from hflow.types.kernels import AttentionKernel, LayerKernels, choose_kernels, packed_kernel, unsupported
+from hflow.shapes.model_shape import ModelShape
+from hflow.types.kernels import (
+    FP8_NEEDS,
+    Fp8Needs,
+    Fp8Recipe,
+    LayerKernels,
+    choose_kernels,
+    packed_kernel,
+    unsupported,
+)
 
 UNDECIDED = ""
 """The backend of a generation replica whose engine is not chosen yet."""
@@ -41,8 +51,13 @@ def choose_engines(
         if replica.role == "gen":
             choice = _engine_choice(replica, request)
             replica = replace(replica, backend=choice.engine)
-            remark = engine_kind(choice.engine).remark(served_model(replica, request))
-            choices.append(choice if remark is None else replace(choice, why=f"{choice.why}; {remark}"))
+            served, kind = served_model(replica, request), engine_kind(choice.engine)
+            remarks = [choice.why, kind.remark(served)]
+            if served.config.lora is not None:
+                merging = kind.find_merging(served)
+                replica = replace(replica, merges_adapters=merging is not None)
+                remarks.append(f"adapters {f'merged: {merging}' if merging else 'beside its weights'}")
+            choices.append(replace(choice, why="; ".join(filter(None, remarks))))
         chosen.append(replica)
     return tuple(chosen), tuple(choices)
 
@@ -94,14 +109,14 @@ def attention_choices(replicas: Iterable[Replica], request: PlanRequest) -> tupl
 def _attention_choice(replica: Replica, request: PlanRequest) -> AttentionChoice:
     if is_engine(replica.backend) and traits(replica.backend).has_own_attention:
         return AttentionChoice(replica.name, f"that of {replica.backend}", "the engine chooses it")
-    device, dtype = request.cluster.device, request.model(replica.model).compute_dtype
-    kernel = packed_kernel(device, dtype, has_flash_attn=request.flash_attn is not None)
-    if kernel is AttentionKernel.FLASH_ATTN:
-        return AttentionChoice(replica.name, f"{kernel} {request.flash_attn}", f"installed, {dtype}")
-    if kernel is AttentionKernel.VARLEN:
-        return AttentionChoice(replica.name, kernel, f"{dtype}, flash-attn is not installed")
-    why = "the cluster is cpu" if device == "cpu" else f"{dtype} has no variable-length kernel"
-    return AttentionChoice(replica.name, kernel, why)
+    kernel = packed_kernel(
+        request.cluster.device,
+        request.model(replica.model).compute_dtype,
+        request.hardware.device.capability,
+        request.flash_attn,
+        deterministic=request.deterministic,
+    )
+    return AttentionChoice(replica.name, str(kernel), kernel.why)
 
 
 def layer_choices(replicas: Iterable[Replica], request: PlanRequest) -> tuple[LayerChoice, ...]:
@@ -113,7 +128,12 @@ def layer_choices(replicas: Iterable[Replica], request: PlanRequest) -> tuple[La
 
 def _layer_choice(replica: Replica, request: PlanRequest) -> LayerChoice:
     config, installed = request.model(replica.model), request.transformer_engine
-    kernels, why = choose_kernels(config.kernels, request.cluster.device, config.compute_dtype, installed)
+    if config.lora is not None or replica.base_of:
+        return LayerChoice(replica.name, LayerKernels.TORCH, None, "adapters are beside matrices of torch")
+    device, dtype = request.cluster.device, config.compute_dtype
+    kernels, why = choose_kernels(config.kernels, device, dtype, installed, config.fp8)
+    if config.fp8 is not None and "fp8" not in request.hardware.calibration.matmul:
+        why += ", whose rate is a guess"
     of_te = installed if kernels is LayerKernels.TRANSFORMER_ENGINE else None
     return LayerChoice(replica.name, kernels, of_te.version if of_te else None, why)
 
@@ -121,10 +141,58 @@ def _layer_choice(replica: Replica, request: PlanRequest) -> LayerChoice:
 def layer_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
     """Yield models that Transformer Engine is to compute and does not. Packages are checked by a run."""
     of_te = (c.replica for c in plan.layers if c.kernels is LayerKernels.TRANSFORMER_ENGINE)
-    for model in dict.fromkeys(plan.replica(name).model for name in of_te):
-        if problem := unsupported(plan.cluster.device, request.model(model).compute_dtype):
-            key = f"models.{model}.kernels"
-            yield f"{key} is {LayerKernels.TRANSFORMER_ENGINE}, but {problem}. Set {key}=torch."
+    for replica in map(plan.replica, of_te):
+        config = request.model(replica.model)
+        problem = unsupported(plan.cluster.device, config.compute_dtype)
+        if config.fp8 is not None and not problem:
+            problem = _fp8_problem(Fp8Recipe(config.fp8), replica, request)
+        if problem:
+            asked, instead = te_setting(replica.model, config)
+            yield f"{asked}, but {problem}. Set {instead}."
+
+
+def te_setting(model: str, config: ModelConfig) -> tuple[str, str]:
+    """Return the text `key is value` that asks for Transformer Engine, and the setting without it."""
+    key = f"models.{model}"
+    if config.fp8 is not None:
+        return f"{key}.fp8 is {config.fp8}", f"{key}.fp8=null"
+    kernels = f"{key}.kernels"
+    return f"{kernels} is {LayerKernels.TRANSFORMER_ENGINE}", f"{kernels}={LayerKernels.TORCH}"
+
+
+def _fp8_problem(recipe: Fp8Recipe, replica: Replica, request: PlanRequest) -> str:
+    """Return the reason why a replica does not multiply in FP8; empty if it does."""
+    needs, device = FP8_NEEDS[recipe], request.hardware.device
+    if device.capability is not None and not needs.fits(device.capability):
+        able = [other for other, of_other in FP8_NEEDS.items() if of_other.fits(device.capability)]
+        recipes = " and ".join(able) if able else "no recipe"
+        found = ".".join(map(str, device.capability))
+        return f"{device.name} has compute capability {found}, which computes {recipes}"
+    shape, tensor = request.shapes.get(replica.model), replica.layout.tensor
+    if shape is None:
+        return ""
+    if shape.num_kv_heads < tensor:
+        return (
+            f"{replica.layout} has more tensor ranks than {replica.model} key-value heads "
+            f"({shape.num_kv_heads}), whose copies are projected in {replica.dtype}"
+        )
+    for name, size, multiple in _product_sizes(shape, tensor, needs):
+        if size % multiple:
+            ranks = f" of a rank of {replica.layout}" if tensor > 1 else ""
+            return f"{name}{ranks}, {size}, is not a multiple of {multiple}"
+    return ""
+
+
+def _product_sizes(shape: ModelShape, tensor: int, needs: Fp8Needs) -> Iterator[tuple[str, int, int]]:
+    """Yield the name, the size on a rank, and the multiple, of rows and columns of the layers' matrices."""
+    yield "the hidden size", shape.hidden, needs.row_multiple
+    heads, keys = (num // tensor * shape.head_dim for num in (shape.num_heads, shape.num_kv_heads))
+    yield "the size of its queries", heads, needs.multiple
+    yield "the size of its queries, keys and values", heads + 2 * keys, needs.multiple
+    if any(not shape.has_experts(layer) for layer in range(shape.num_layers)):
+        yield "the intermediate size", shape.intermediate // tensor, needs.multiple
+    if shape.experts is not None:
+        yield "the intermediate size of an expert", shape.experts.intermediate // tensor, needs.multiple
 
 
 CUDA_VARIABLES = {

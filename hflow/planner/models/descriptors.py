@@ -246,6 +246,9 @@ class EngineKind(Descriptor):
     engine's packages."""
     remark: Callable[[ServedModel], str | None] = _no_remark
     """Return the plan's remark on how it runs a model; None: no remark. It imports as little as `check`."""
+    find_merging: Callable[[ServedModel], str | None] = _no_remark
+    """Return the reason why it merges a model's adapters with its weights, of which it then keeps a copy;
+    None: it computes with them beside its weights. It imports as little as `check`."""
     find_unservable: Callable[[ModelShape, str], str | None] = _no_objection
     """Return the reason why it cannot serve a model of this shape on a kind of device; None if it can."""
     server: Callable[[EngineSetup, str, int, str | None], ApiServer] | None = None

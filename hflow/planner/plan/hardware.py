@@ -47,6 +47,8 @@ class Device:
     """The link between devices of one machine."""
     network: str
     """The link between machines, unless the configuration names another one."""
+    capability: tuple[int, int] | None = None
+    """CUDA's compute capability; None if it has none, or it is not known."""
     overhead_gib: NonNegative = 0.0
     """Memory that the runtime of a process takes: the CUDA context with the code of kernels; on a `cpu`, that
     of Python and its libraries. Communicators come on top (`forecast/memory/nccl.py`)."""

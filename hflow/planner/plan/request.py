@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from hflow.base.errors import PlanError, nearest
@@ -13,8 +13,8 @@ from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.hardware import Device, Hardware
 from hflow.planner.plan.rows import Plan
 from hflow.planner.plan.workload import PromptImages, Workload
-from hflow.shapes.model_shape import AdapterShape, ModelShape, adapter_targets
-from hflow.types.kernels import TransformerEngine
+from hflow.shapes.model_shape import ModelShape, adapted_shape, adapter_targets
+from hflow.types.kernels import AttentionKernel, TransformerEngine
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class PlanRequest:
     """Model -> the engine that a plan file names, where the model's configuration names none."""
     engine_problems: Mapping[str, str] = field(default_factory=dict)
     """Engine -> why this machine cannot run it. Such an engine is never the default."""
-    flash_attn: str | None = None
-    """Version of the package flash-attn on this machine; None if there is none."""
+    flash_attn: Mapping[AttentionKernel, str] = field(default_factory=dict)
+    """Packages with attention kernels on this machine -> version."""
     transformer_engine: TransformerEngine | None = None
     """Transformer Engine on this machine; None if it is not installed."""
     warnings: tuple[str, ...] = ()
@@ -92,14 +92,14 @@ def trained_shape(shape: ModelShape, lora: LoraConfig | None) -> ModelShape:
     if lora is None:
         return shape
     known = adapter_targets(shape)
-    targets = known if lora.targets == (ALL_LINEAR,) else lora.targets
-    for name in targets:
+    for name in lora.chosen or ():
         if name not in known:
             raise PlanError(
-                f"lora.targets: a {shape.family} model has no module {name!r}{nearest(name, known)} (known: "
-                f"{ALL_LINEAR}, {', '.join(known)})"
+                f"lora.targets: the layers of a {shape.family} model have no matrix {name!r}"
+                f"{nearest(name, known)} (known: {ALL_LINEAR}, {', '.join(known)}; embeddings, routers and "
+                "experts have no adapters)"
             )
-    return replace(shape, adapter=AdapterShape(lora.r, tuple(dict.fromkeys(targets))))
+    return adapted_shape(shape, lora.r, lora.chosen)
 
 
 DEFAULT_PROMPT = 512

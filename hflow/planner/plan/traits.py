@@ -78,9 +78,9 @@ class BackendTraits:
     devices and cores by name. Only the head of its tensor ranks builds it."""
     has_own_attention: bool = False
     """Whether it chooses attention kernels itself, unlike the backends (`types.kernels`)."""
-    merges_adapters: bool = False
-    """Whether it adds the adapters of a model to its weights, of which it keeps a copy in host memory. An
-    engine that does not has the adapters beside them."""
+    adapter_ranks: tuple[int, ...] = ()
+    """The ranks that an engine's buffers of adapters can have. Smaller adapters are padded with zeros. Empty:
+    any rank."""
     captured_families: tuple[str, ...] = ()
     """The `model_type`s of which an engine's decode steps are CUDA graphs on a GPU, without adapters."""
     schedules_ahead_on: tuple[str, ...] = ()
@@ -95,6 +95,10 @@ class BackendTraits:
     def shards_weights(self) -> bool:
         """Whether the data axis shards weights, so that there may be a replicate axis (HSDP)."""
         return self.sharded_over_data == "everything"
+
+    def padded_rank(self, r: int) -> int:
+        """Return the rank of an engine's buffers of adapters of rank `r`."""
+        return min((rank for rank in self.adapter_ranks if rank >= r), default=r)
 
     @property
     def has_all_families(self) -> bool:

@@ -53,11 +53,11 @@ def build_model(settings: ModelSettings, is_sharded: bool = False) -> tuple[PreT
     with translate_errors(settings.name):
         if settings.path is not None:
             path = Path(settings.path)
-            model = _without_weights(config, dtype) if is_sharded else None
+            model = model_without_weights(config, dtype) if is_sharded else None
             if model is None or not holds_parameters_of(path, model, settings.head):
                 model = _from_checkpoint(path, config, settings.head, dtype)
         else:
-            model = _without_weights(config) if is_sharded else _from_scratch(config, settings.seed)
+            model = model_without_weights(config) if is_sharded else _from_scratch(config, settings.seed)
             for weight in model.parameters():  # not its buffers, which have dtypes of their own
                 weight.data = weight.data.to(dtype)
         _check_architecture(model)
@@ -99,7 +99,7 @@ def _from_scratch(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     return model
 
 
-def _without_weights(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def model_without_weights(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Return the model with parameters on the meta device."""
     with parameters_on_meta():
         model: PreTrainedModel = _from_config(config, dtype)

@@ -14,7 +14,6 @@ from hflow.planner.forecast.memory import activations
 from hflow.planner.forecast.memory.parts import Items, MicroBatch, item, largest
 from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
 from hflow.planner.plan.forecast import MemoryCategory
-from hflow.shapes.model_shape import layer_template
 
 TOWER = "activations of the tower"
 MIN_UNIT_BYTES = 4 << 20
@@ -31,11 +30,11 @@ def model_state(rank: Rank) -> Items:
     if rank.replica.base_of:
         return Items()
     num_trained = rank.trained.total_shard
-    num_stored = num_trained if _adapts(rank) else rank.sizes.total_shard
+    num_stored = num_trained if rank.adapts else rank.sizes.total_shard
     matrices, (of_matrix, of_other) = rank.trained.matrices_shard, rank.state_bytes
     states = math.ceil(of_matrix * matrices + of_other * (num_trained - matrices))
-    weights = item(MemoryCategory.WEIGHTS, FP32_BYTES * num_stored, "adapters" if _adapts(rank) else "")
-    if _adapts(rank):
+    weights = item(MemoryCategory.WEIGHTS, FP32_BYTES * num_stored, "adapters" if rank.adapts else "")
+    if rank.adapts:
         weights += item(MemoryCategory.WEIGHTS, rank.width * rank.sizes.total_shard)
     return weights + item(MemoryCategory.OPTIMIZER, states if rank.replica.role == "train" else 0)
 
@@ -78,7 +77,7 @@ class _Units:
     @classmethod
     def of(cls, rank: Rank) -> _Units:
         """Return the units of all weights."""
-        sizes, adapters = rank.sizes, rank.trained if _adapts(rank) else None
+        sizes, adapters = rank.sizes, rank.trained if rank.adapts else None
         layer, rest, total = sizes.layer, sizes.rest, sizes.total
         if adapters is not None:
             layer, rest, total = layer + adapters.layer, rest + adapters.rest, total + adapters.total
@@ -102,7 +101,7 @@ class _Step:
     def __init__(self, rank: Rank, batch: MicroBatch) -> None:
         self.rank, self.batch, self.sizes, self.trained = rank, batch, rank.sizes, rank.trained
         self.recomputes = rank.config.activation_checkpointing
-        self.layer = activations.kept_by_layer(rank, batch) + _kept_by_adapters(rank, batch)
+        self.layer = activations.kept_by_layer(rank, batch) + activations.kept_by_adapters(rank, batch)
         self.tower = activations.tower_activations(rank, batch)
         """Bytes that the tower keeps until its backward pass."""
         self.all_gradients = FP32_BYTES * self.trained.total_shard
@@ -353,19 +352,6 @@ class _ShardedStep(_Step):
         num_bytes = FP32_BYTES * (num_elements + -(-num_elements // self.rank.fsdp_size))
         scattered = item(MemoryCategory.GRADIENTS, num_bytes, "gradients being scattered")
         return scattered + _collective_buffers(self.num_copies * FP32_BYTES * num_elements)
-
-
-def _adapts(rank: Rank) -> bool:
-    """Return whether the replica trains adapters in place of its weights."""
-    return rank.config.lora is not None and rank.replica.role == "train"
-
-
-def _kept_by_adapters(rank: Rank, batch: MicroBatch) -> int:
-    """Return the activations of a layer's adapters: r numbers a token, between the two matrices."""
-    if rank.config.lora is None:
-        return 0
-    num_targets = len(layer_template(rank.trained_shape)) // 2
-    return rank.width * rank.config.lora.r * num_targets * batch.tokens
 
 
 def _gradients(num_bytes: int) -> Items:

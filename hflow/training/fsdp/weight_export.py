@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from hflow.base.durable_files import WriteFiles
-from hflow.models.adapter import adapter_weights, base_parameters, save_adapter
+from hflow.models.adapter import adapter_weights, base_parameters, saved_peft_config, write_adapter
 from hflow.models.expert_tensors import stacked_views
-from hflow.models.heads import head_prefix, save_head, saved_config
+from hflow.models.heads import head_prefix, saved_config
 from hflow.models.host_copy import HostCopies
 from hflow.models.settings import MERGED, ModelSettings
 from hflow.training.fsdp.optimizer import local_shard
@@ -166,14 +166,10 @@ def copy_model(
 
         write_merged = _copy_files(model, kind, directory / MERGED, base, merged, dtype, group)
 
+    config = saved_peft_config(model, settings)
+
     def write() -> list[Path]:
-        paths: list[Path] = []
-        if rank == 0:
-            directory.mkdir(parents=True, exist_ok=True)
-            if kind == "value":
-                save_head(directory, _pop_prefixed(adapters, head_prefix(kind)))
-            save_adapter(directory, model, settings, adapters)
-            paths = [path for path in directory.iterdir() if path.is_file()]
+        paths = write_adapter(directory, config, kind, adapters) if rank == 0 else []
         return [*paths, *write_merged()]
 
     return write
@@ -283,12 +279,6 @@ def _divide_into_files(
 
 def _scalar_weights(head: nn.Module, kind: str) -> list[tuple[str, nn.Parameter]]:
     return [] if kind == "lm" else [(head_prefix(kind) + name, x) for name, x in head.named_parameters()]
-
-
-def _pop_prefixed(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Remove the tensors whose names have the prefix; return them without it."""
-    names = [name for name in tensors if name.startswith(prefix)]
-    return {name.removeprefix(prefix): tensors.pop(name) for name in names}
 
 
 def gather_tensors(named: Iterable[Named], dtype: torch.dtype) -> Iterator[Named]:

@@ -135,7 +135,8 @@ class _Logprobs(torch.autograd.Function):
         if index is None or is_local is None:
             index, is_local = _local_index(ids, matrix)
         highest, total, mean, picked = _combined(statistics, picked, is_local, matrix.group)
-        ctx.matrix, ctx.temperature = matrix, temperature
+        # The weight is not kept outside of what is saved: the graph lives until that of the next micro-batch.
+        ctx.first, ctx.num_valid, ctx.temperature = matrix.first, matrix.num_valid, temperature
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
             rows, weight, bias, index, is_local, highest + total.log(), highest + mean, kept
@@ -158,7 +159,7 @@ class _Logprobs(torch.autograd.Function):
         if grad_logprobs is not None:
             added = grad_logprobs * is_local
         slope = torch.zeros_like(mean) if grad_logprobs is None else grad_logprobs.sum(-1)
-        matrix = OutputMatrix(weight, bias, ctx.matrix.first, ctx.matrix.num_valid)
+        matrix = OutputMatrix(weight, bias, ctx.first, ctx.num_valid)
         for chunk in _slices(len(rows), matrix.rows_per_chunk):
             logits = matrix.logits(rows[chunk]) if kept is None else kept
             for tile in _slices(len(logits), _rows_per_tile(logits)):

@@ -3,7 +3,7 @@
 Megatron's own attention needs Transformer Engine for packed sequences, and its rotary embedding computes
 sines in every layer, sequence by sequence. Here they are computed once per forward pass.
 
-Axes: U computed tokens, U' the same padded for sequence parallelism, H heads, E head size.
+Axes: U computed tokens, U' the same padded for sequence parallelism and FP8, H heads, E head size.
 """
 
 from __future__ import annotations
@@ -63,8 +63,13 @@ class PackedInputs:
 
     @property
     def num_tokens(self) -> int:
-        """U, without the padding for sequence parallelism."""
+        """U, without the padding for sequence parallelism and FP8."""
         return len(self.cos)
+
+    @property
+    def num_real(self) -> int:
+        """U without the padding of context ranks, which is at its end."""
+        return self.num_tokens if self.division is None else self.division.num_queries
 
 
 class PackedAttention(nn.Module):

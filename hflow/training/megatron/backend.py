@@ -20,7 +20,8 @@ from hflow.models.settings import ModelSettings, RankPosition
 from hflow.training.interface import ModelBackend, NodeCall, TrainShard
 from hflow.training.loop.inputs import check_sequences, check_temperature
 from hflow.training.loop.microbatches import MicrobatchSplitter
-from hflow.training.megatron.hf_export import copy_stage
+from hflow.training.megatron.adapters import adapters_off
+from hflow.training.megatron.hf_export import copy_model
 from hflow.training.megatron.model import Stage, build_stage
 from hflow.training.megatron.optimizer import MegatronOptimizer
 from hflow.training.megatron.parallel_state import ParallelState
@@ -48,10 +49,8 @@ class MegatronModel(ModelBackend):
         self.settings = settings
         self._stage = stage = build_stage(settings, ParallelState.of(position))
         self._optimizer = MegatronOptimizer(stage, settings) if settings.trainable else None
-        heads = stage.parallel.groups.dp if stage.parallel.data > 1 else None
-        splitter = MicrobatchSplitter(settings.tokens_per_microbatch, settings.head, heads, stage.device)
         schedule = _make_schedule(stage, self._optimizer, settings.offload_activations)
-        self._runner = MegatronRunner(stage, schedule, splitter)
+        self._runner = MegatronRunner(stage, schedule, _make_splitter(stage, settings))
         self._offload = _make_offload(stage, self._optimizer, settings.offload)
         self._offload.start()
         self._copies, self._state_copies = HostCopies(), HostCopies()
@@ -96,9 +95,13 @@ class MegatronModel(ModelBackend):
         return held_blocks(self._stage)
 
     @override
+    def without_adapters(self, settings: ModelSettings) -> ModelBackend:
+        return MegatronBase(settings, self)
+
+    @override
     def save(self, directory: str) -> WriteFiles:
         with self.on_device(), self._copies.copying():
-            return copy_stage(self._stage, Path(directory), self._copies)
+            return copy_model(self._stage, self.settings, Path(directory), self._copies)
 
     @override
     def save_shards(self, directory: str) -> WriteFiles:
@@ -109,6 +112,33 @@ class MegatronModel(ModelBackend):
     def load_shards(self, directory: str) -> None:
         with self._offload.on_device(training=True, changes=True):
             load_stage_shards(self._stage, self._optimizer, Path(directory))
+
+
+class MegatronBase(MegatronModel):
+    """The weights of another `MegatronModel` with its adapters turned off: a frozen model."""
+
+    def __init__(self, settings: ModelSettings, trained: MegatronModel) -> None:
+        """Use the weights and the ranks of a model with adapters.
+
+        Args:
+            settings: settings of the frozen model.
+            trained: the model with adapters.
+        """
+        self.settings, self._optimizer, self._offload = settings, None, trained._offload
+        self._stage = stage = trained._stage
+        self._runner = MegatronRunner(
+            stage, _make_schedule(stage, None, offload_activations=False), _make_splitter(stage, settings)
+        )
+
+    @override
+    def infer(self, call: NodeCall, shards: Sequence[Batch]) -> list[Batch]:
+        with adapters_off(self._stage.module):
+            return super().infer(call, shards)
+
+
+def _make_splitter(stage: Stage, settings: ModelSettings) -> MicrobatchSplitter:
+    heads = stage.parallel.groups.dp if stage.parallel.data > 1 else None
+    return MicrobatchSplitter(settings.tokens_per_microbatch, settings.head, heads, stage.device)
 
 
 def _make_schedule(

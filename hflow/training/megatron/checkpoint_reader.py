@@ -10,14 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hflow.models.adapter import adapter_weights, add_adapter
 from hflow.models.drawn_weights import drawn_weights
+from hflow.models.dtypes import DTYPES
 from hflow.models.expert_tensors import file_shapes, read_stacked, stacked_views
 from hflow.models.heads import SCORE, head_prefix
 from hflow.models.hf_config import read_config
 from hflow.models.settings import ModelSettings
 from hflow.models.weight_files import check_tensors, open_weight_files
 from hflow.shapes.model_shape import ModelShape
-from hflow.training.fsdp.build import scalar_head
+from hflow.training.fsdp.build import model_without_weights, scalar_head
 from hflow.training.megatron.hf_mapping import MappedParameter, TensorPart, backbone_shapes
 from hflow.types.tensor_slices import box_slices
 
@@ -32,7 +34,8 @@ def open_weights(
     """Open a model's weights; yield a function that reads blocks of them.
 
     Only the requested blocks of a checkpoint are read. Without a checkpoint, every rank draws the weights
-    that the torch backend draws, one tensor at a time, and keeps the blocks of its parameters.
+    that the torch backend draws, one tensor at a time, and keeps the blocks of its parameters. Adapters are
+    drawn as the torch backend draws them, all on every rank.
 
     Args:
         settings: the model's settings.
@@ -42,7 +45,8 @@ def open_weights(
     Raises:
         BackendError: if the checkpoint has no readable weights, or those of another model.
     """
-    head_tensors = _head_tensors(settings, shape)
+    parameters = tuple(parameters)
+    new_tensors = {**_head_tensors(settings, shape), **_drawn_adapters(settings, parameters)}
     with ExitStack() as files:
         if settings.path is None:
             drawn = _draw_blocks(settings, [part for row in parameters for part in row.parts])
@@ -51,8 +55,8 @@ def open_weights(
             _check(Path(settings.path), tensors, shape)
 
         def read(part: TensorPart) -> Tensor:
-            if part.tensor in head_tensors:
-                return head_tensors[part.tensor][box_slices(part.box)]
+            if part.tensor in new_tensors:
+                return new_tensors[part.tensor][box_slices(part.box)]
             if settings.path is None:
                 return drawn[part]
             return read_stacked(tensors, part.tensor, box_slices(part.box))
@@ -92,6 +96,15 @@ def _head_tensors(settings: ModelSettings, shape: ModelShape) -> dict[str, Tenso
         return {}
     head = scalar_head(settings, shape.hidden)
     return {head_prefix(settings.head) + name: x for name, x in head.state_dict().items()}
+
+
+def _drawn_adapters(settings: ModelSettings, parameters: Iterable[MappedParameter]) -> dict[str, Tensor]:
+    """Return all new adapters of a model by name; empty if no parameter has one."""
+    if not any(".lora_" in part.tensor for row in parameters for part in row.parts):
+        return {}
+    model = model_without_weights(read_config(settings), DTYPES[settings.dtype])
+    add_adapter(model, settings)
+    return {name: weight.detach() for name, weight in adapter_weights(model).items()}
 
 
 def _check(path: Path, tensors: Mapping[str, Any], shape: ModelShape) -> None:

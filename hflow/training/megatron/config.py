@@ -29,7 +29,7 @@ from hflow.training.megatron.experts import GroupedExperts, Router
 from hflow.training.megatron.hf_mapping import copies_key_value_heads
 from hflow.training.megatron.layers import GatedSilu, RepeatedQkv, RMSNorm
 from hflow.training.megatron.parallel_state import ParallelState
-from hflow.types.kernels import LayerKernels
+from hflow.types.kernels import Fp8Recipe, LayerKernels
 
 _FIXED_OPTIONS: Mapping[str, Any] = {
     "normalization": "RMSNorm",
@@ -44,8 +44,9 @@ _FIXED_OPTIONS: Mapping[str, Any] = {
     "moe_token_dispatcher_type": "alltoall",
     # The loss is a weighted sum with global denominators, so gradients are summed and not divided.
     "calculate_per_token_loss": True,
-    # Only FP8 weights are cached between micro-batches. Without the cache, products of a backward pass are
-    # always added to gradients, and never replace them.
+    # The cache would keep weights in FP8 between micro-batches, and after the last one, when an engine may
+    # need the memory. Without it each pass quantises what it reads, in about a hundredth of its time, and
+    # products of a backward pass are always added to gradients, and never replace them.
     "disable_parameter_transpose_cache": True,
     # Kernels for layers that hflow replaces, or that are fused in another way.
     "masked_softmax_fusion": False,
@@ -69,7 +70,7 @@ def transformer_config(
     Args:
         model: the model's sizes.
         epsilon: the epsilon of the model's norms.
-        settings: select recomputation and sequence parallelism.
+        settings: select recomputation, sequence parallelism and FP8.
         dtype: the dtype of the forward pass.
         parallel: this rank's layout.
     """
@@ -79,6 +80,7 @@ def transformer_config(
         **({} if model.experts is None else _expert_options(model.experts)),
         cuda_graph_scope=[],
         **(_RECOMPUTE if settings.activation_checkpointing else {}),
+        **_fp8_options(settings),
         num_layers=model.num_layers,
         hidden_size=model.hidden,
         ffn_hidden_size=model.intermediate,
@@ -221,6 +223,18 @@ def _biased(linear: type) -> type:
             super().__init__(*sizes, **(options | {"bias": True}))
 
     return Biased
+
+
+def _fp8_options(settings: ModelSettings) -> dict[str, Any]:
+    """Return the options by which megatron calls each layer in Transformer Engine's context for FP8.
+
+    The embedding, the output matrix and the router are hflow's or megatron's own, and stay out of it.
+    """
+    if settings.fp8 is None:
+        return {}
+    recipe = Fp8Recipe(settings.fp8)
+    assert LayerKernels(settings.kernels) is LayerKernels.TRANSFORMER_ENGINE
+    return {"fp8": "hybrid" if recipe is Fp8Recipe.TENSORWISE else "e4m3", "fp8_recipe": recipe.value}
 
 
 def _uses_sequence_parallel(settings: ModelSettings, model: ModelShape) -> bool:

@@ -37,11 +37,13 @@ def _environment(replica: Replica, device: str) -> Mapping[str, str]:
 
 
 def _check_model(settings: ModelSettings, config: PreTrainedConfig) -> None:
-    """Check sizes and the checkpoint's tensors once, as otherwise every rank would report its own error."""
+    """Check sizes, packages and the checkpoint's tensors once, as otherwise every rank would report it."""
+    from hflow.models.adapter import check_installed
     from hflow.models.hf_config import translate_errors
     from hflow.training.megatron.checkpoint_reader import open_weights
     from hflow.training.megatron.supported_models import supported_shape
 
+    check_installed(settings)
     with translate_errors(settings.name):
         shape = supported_shape(config, settings.head)
         if settings.path is not None:
@@ -117,6 +119,7 @@ BACKEND = Backend(
         sends_expert_copies=True,  # megatron's all-to-all dispatcher
         vocab_multiple=128,
         shares_prompts=True,
+        has_adapters=True,
         chooses_kernels=True,
         families=tuple(FAMILIES),
     ),

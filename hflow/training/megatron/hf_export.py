@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -10,16 +11,69 @@ from torch import Tensor
 
 from hflow.base.durable_files import WriteFiles
 from hflow.base.model_files import FILE_BYTES
+from hflow.models.adapter import saved_peft_config, write_adapter
 from hflow.models.expert_tensors import file_names, file_tensors
 from hflow.models.heads import SCORE, head_prefix, saved_config
 from hflow.models.host_copy import HostCopies
+from hflow.models.settings import MERGED, ModelSettings
+from hflow.training.fsdp.build import model_without_weights
 from hflow.training.hf_files import Copies, FileDivision, check_is_shared
 from hflow.training.megatron.hf_mapping import backbone_shapes
 from hflow.training.megatron.model import Stage
 from hflow.training.megatron.weight_export import named_weights
+from hflow.weights.adapters import A, B, merge
 
 
-def copy_stage(stage: Stage, directory: Path, host: HostCopies, file_bytes: int = FILE_BYTES) -> WriteFiles:
+def copy_model(stage: Stage, settings: ModelSettings, directory: Path, host: HostCopies) -> WriteFiles:
+    """Copy the weights in the stage's dtype, and return the function that writes them; a collective.
+
+    Of a model with adapters the first rank writes these, in peft's layout. If the settings say so, the merged
+    model is written in a directory beside them.
+
+    Args:
+        stage: this rank's.
+        settings: the model's settings.
+        directory: made if necessary, in a directory that all ranks share.
+        host: makes the copies, which are complete when `host.copying()` ends.
+
+    Raises:
+        BackendError: if this rank does not see the directory in which it will be.
+    """
+    lora, rank = settings.lora, stage.parallel.group.rank()
+    if stage.parallel.group.size() > 1:
+        check_is_shared(directory.parent, rank)
+    if lora is None:
+        return copy_stage(stage, directory, host)
+    write_merged: WriteFiles = list
+    if lora.save_merged:
+        merged = partial(_with_adapter, dict(named_weights(stage)), lora.scale)
+        write_merged = copy_stage(stage.whole, directory / MERGED, host, changed=merged)
+    adapters = {name: host.copy(tensor) for name, tensor in named_weights(stage, receiver_of=lambda name: 0)}
+    if rank > 0:
+        return write_merged
+    config = saved_peft_config(model_without_weights(stage.hf_config, stage.dtype), settings)
+    return lambda: [*write_adapter(directory, config, stage.head, adapters), *write_merged()]
+
+
+def _with_adapter(adapters: Mapping[str, Tensor], scale: float, name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor of the model with its adapter added, if it has one."""
+    path = name.removesuffix("weight")
+    if path + A not in adapters:
+        return tensor
+    return merge(tensor, adapters[path + A], adapters[path + B], scale)
+
+
+def _unchanged(name: str, tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def copy_stage(
+    stage: Stage,
+    directory: Path,
+    host: HostCopies,
+    file_bytes: int = FILE_BYTES,
+    changed: Callable[[str, Tensor], Tensor] = _unchanged,
+) -> WriteFiles:
     """Copy some files of the weights, and return the function that writes them; a collective.
 
     They have the stage's dtype. Each rank copies an equal share of the model. A value head has a separate
@@ -30,13 +84,9 @@ def copy_stage(stage: Stage, directory: Path, host: HostCopies, file_bytes: int 
         directory: made if necessary, in a directory that all ranks share.
         host: makes the copies, which are complete when `host.copying()` ends.
         file_bytes: size that files should not exceed.
-
-    Raises:
-        BackendError: if this rank does not see the directory in which it will be.
+        changed: returns what is saved in place of a named tensor.
     """
     rank, num_ranks = stage.parallel.group.rank(), stage.parallel.group.size()
-    if num_ranks > 1:
-        check_is_shared(directory.parent, rank)
     shapes = backbone_shapes(stage.shape)
     if stage.head == "score":
         shapes[SCORE] = (1, stage.shape.hidden)
@@ -46,7 +96,9 @@ def copy_stage(stage: Stage, directory: Path, host: HostCopies, file_bytes: int 
     head: dict[str, Tensor] = {}
     for name, tensor in named_weights(stage, receiver_of=files.writer):
         if name in files.file_of:
-            copies.setdefault(files.file_of[name], {}).update(file_tensors({name: host.copy(tensor)}))
+            copies.setdefault(files.file_of[name], {}).update(
+                file_tensors({name: host.copy(changed(name, tensor))})
+            )
         else:
             head[name.removeprefix(head_prefix(stage.head))] = host.copy(tensor)
     saved_in = {

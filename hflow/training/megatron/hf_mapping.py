@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from hflow.shapes.layout import stage_layers
-from hflow.shapes.model_shape import ModelShape
+from hflow.shapes.model_shape import AdapterShape, ModelShape
 from hflow.types.kernels import LayerKernels
 
 VOCAB_MULTIPLE = 128
@@ -95,6 +96,22 @@ class MappedParameter:
 
 
 @dataclass(frozen=True)
+class AdaptedLinear:
+    """A linear layer of a rank, and the adapters of the HF matrices that it computes together."""
+
+    name: str
+    """Name of the module in the stage."""
+    outputs: tuple[tuple[str, int], ...]
+    """HF module, such as `k_proj` -> this rank's outputs, of all that the layer computes, in their order."""
+    divides_inputs: bool
+    """Whether tensor ranks divide its inputs; else its outputs."""
+    num_blocks: int
+    """Number of equal blocks of its outputs, each of which has a part of each HF matrix."""
+    parameters: tuple[MappedParameter, ...]
+    """The parameters of `Adapters`: of each HF module that has an adapter, A and B."""
+
+
+@dataclass(frozen=True)
 class ShardPosition:
     """A rank's tensor index, pipeline stage and expert index, which determine its weights."""
 
@@ -125,14 +142,57 @@ def padded_vocab_size(vocab: int, num_tensor: int) -> int:
 def rank_parameters(
     model: ModelShape, position: ShardPosition, kernels: LayerKernels = LayerKernels.TORCH
 ) -> tuple[MappedParameter, ...]:
-    """Return the parameters of a rank.
+    """Return the parameters of a rank that training changes: adapters and a scalar head, or all.
 
     Args:
-        model: the model's sizes.
+        model: the sizes of the trained part of the model (`trained_shape`).
         position: the rank's position.
         kernels: the layers' kernels.
     """
-    return tuple(_stage_parameters(model, position, kernels))
+    if model.adapter is None:
+        return tuple(_stage_parameters(model, position, kernels))
+    adapters = (x for linear in adapted_linears(model, position, kernels) for x in linear.parameters)
+    is_last = position.stage == position.num_stages - 1
+    return (*adapters, *(_scalar_head(model) if is_last else ()))
+
+
+def adapted_linears(
+    model: ModelShape, position: ShardPosition, kernels: LayerKernels
+) -> Iterator[AdaptedLinear]:
+    """Yield the linear layers of a rank that have adapters; the arguments are those of `rank_parameters`."""
+    assert model.adapter is not None
+    weights = _stage_parameters(replace(model, adapter=None), position, kernels)
+    matrices = (row for row in weights if not row.is_expert and len(row.shape) == 2)
+    for name, rows in groupby(matrices, lambda row: row.name.rpartition(".")[0]):
+        linear = _adapted_linear(name, list(rows), model.adapter)
+        if linear.parameters:
+            yield linear
+
+
+def _adapted_linear(name: str, rows: list[MappedParameter], adapter: AdapterShape) -> AdaptedLinear:
+    """Return a linear layer that consists of some parameters, with its adapters, if any are targeted."""
+    parts: dict[str, list[TensorPart]] = {}
+    copied = {part.tensor for row in rows if row.is_copy for part in row.parts}
+    for part in (part for row in rows for part in row.parts):
+        parts.setdefault(part.tensor, []).append(part)
+    outputs, parameters = [], []
+    for tensor, blocks in parts.items():
+        path, module = tensor.removesuffix("weight"), tensor.split(".")[-2]
+        axis, (num_outputs, num_inputs) = blocks[0].axis, blocks[0].shape
+        span = (blocks[0].span[0], blocks[-1].span[1])  # the blocks of a rank are neighbours
+        outputs.append((module, span[1] - span[0] if axis == 0 else num_outputs))
+        if module not in adapter.targets:
+            continue
+        shapes = {1: (adapter.r, num_inputs), 0: (num_outputs, adapter.r)}
+        for split_axis, letter in ((1, "A"), (0, "B")):
+            ours, theirs = f"{name}.adapters.{module}_{letter}", f"{path}lora_{letter}.weight"
+            if axis != split_axis:
+                parameters.append(_whole(ours, theirs, shapes[split_axis]))
+                continue
+            part = TensorPart(theirs, shapes[axis], axis, span, 0)
+            shape = (part.length, adapter.r) if axis == 0 else (adapter.r, part.length)
+            parameters.append(MappedParameter(ours, shape, (part,), tensor in copied))
+    return AdaptedLinear(name, tuple(outputs), axis == 1, len(blocks), tuple(parameters))
 
 
 def backbone_shapes(model: ModelShape) -> dict[str, tuple[int, ...]]:
@@ -156,15 +216,20 @@ def _stage_parameters(
     if position.stage < position.num_stages - 1:
         return
     yield _whole("decoder.final_layernorm.weight", "model.norm.weight", (model.hidden,))
+    if model.head != "lm":
+        yield from _scalar_head(model)
+    elif not model.is_tied:
+        yield _vocabulary("output_layer.weight", "lm_head.weight", model, position)
+    elif position.num_stages > 1:
+        yield _vocabulary("output_layer.weight", embedding, model, position, is_copy=True)
+
+
+def _scalar_head(model: ModelShape) -> Iterator[MappedParameter]:
     if model.head == "score":
         yield _whole("output_layer.weight", "score.weight", (1, model.hidden))
     elif model.head == "value":
         yield _whole("output_layer.weight", "value_head.weight", (1, model.hidden))
         yield _whole("output_layer.bias", "value_head.bias", (1,))
-    elif not model.is_tied:
-        yield _vocabulary("output_layer.weight", "lm_head.weight", model, position)
-    elif position.num_stages > 1:
-        yield _vocabulary("output_layer.weight", embedding, model, position, is_copy=True)
 
 
 def _layer_parameters(

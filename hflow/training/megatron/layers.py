@@ -69,10 +69,10 @@ class RepeatedQkv(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """Project `[U, 1, D]` -> `[U, 1, (H / T + 2) E]`; the second result, a bias still to add, is None."""
-        weight = torch.cat((self.q_weight, _sum_gradient(self.kv_weight, self.copies)))
+        weight = torch.cat((self.q_weight, sum_gradient(self.kv_weight, self.copies)))
         bias = None
         if self.q_bias is not None and self.kv_bias is not None:
-            bias = torch.cat((self.q_bias, _sum_gradient(self.kv_bias, self.copies)))
+            bias = torch.cat((self.q_bias, sum_gradient(self.kv_bias, self.copies)))
         linear = (
             linear_with_grad_accumulation_and_async_allreduce
             if weight.requires_grad
@@ -105,7 +105,8 @@ class _SumGradient(torch.autograd.Function):
         return gradient, None
 
 
-_sum_gradient: Callable[[Tensor, ProcessGroup], Tensor] = _SumGradient.apply
+sum_gradient: Callable[[Tensor, ProcessGroup], Tensor] = _SumGradient.apply
+"""Return a weight whose gradient is summed over the ranks that hold copies of it."""
 
 
 class RMSNorm(nn.Module):

@@ -1,12 +1,13 @@
 """One rank's stage of a model: megatron's GPT model of its layers and tensor shard, with its weights.
 
-Axes: U computed tokens, U' the same padded for sequence parallelism, N rows that need logits, D hidden, V'
-padded vocabulary, T tensor ranks, E head size.
+Axes: U computed tokens, U' the same padded for sequence parallelism and FP8, N rows that need logits, D
+hidden, V' padded vocabulary, T tensor ranks, E head size.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +20,12 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 
+from hflow.base.errors import BackendError
 from hflow.models.device import local_device
 from hflow.models.dtypes import DTYPES
 from hflow.models.expert_replay import ReplayedExperts
@@ -31,9 +33,10 @@ from hflow.models.heads import ScalarHead
 from hflow.models.hf_config import read_config, translate_errors
 from hflow.models.packed_attention import PackedLayout
 from hflow.models.settings import ModelSettings
-from hflow.shapes.model_shape import ModelShape
+from hflow.shapes.model_shape import ModelShape, adapted_shape
 from hflow.training.fsdp.build import HEADS, check_choice
 from hflow.training.loop.logprobs import OutputMatrix
+from hflow.training.megatron.adapters import add_adapters
 from hflow.training.megatron.attention import PackedInputs, rotary_frequencies
 from hflow.training.megatron.checkpoint_reader import load_parameters, open_weights
 from hflow.training.megatron.config import block_spec, transformer_config
@@ -42,12 +45,13 @@ from hflow.training.megatron.experts import let_routers_replay
 from hflow.training.megatron.hf_mapping import (
     MappedParameter,
     ShardPosition,
+    adapted_linears,
     padded_vocab_size,
     rank_parameters,
 )
 from hflow.training.megatron.parallel_state import ParallelState
 from hflow.training.megatron.supported_models import supported_shape
-from hflow.types.kernels import LayerKernels
+from hflow.types.kernels import FP8_NEEDS, Fp8Recipe, LayerKernels
 
 _RNG = "model-parallel-rng"
 """Name of megatron's random state for dropout in sharded regions, which must exist without dropout too."""
@@ -64,12 +68,14 @@ class Stage:
     config: TransformerConfig
     hf_config: PreTrainedConfig
     shape: ModelShape
+    trained_shape: ModelShape
+    """The part of the model that training changes: its adapters, with a scalar head, if it has any."""
     parallel: ParallelState
     dtype: torch.dtype
     """dtype of the forward pass and the weights; a scalar head is in fp32."""
     device: torch.device
     parameters: tuple[MappedParameter, ...]
-    """The blocks of the checkpoint that each of the module's parameters holds."""
+    """The parameters that training changes, with the blocks of HF tensors that each holds."""
     frequencies: Tensor
     """Frequencies of the rotary embedding, `[E / 2]`."""
     kernels: LayerKernels
@@ -91,13 +97,25 @@ class Stage:
         return padded_vocab_size(self.shape.vocab, self.parallel.tensor) // self.parallel.tensor
 
     @property
-    def row_multiple(self) -> int:
-        """The number of rows is a multiple of it, as with sequence parallelism tensor ranks divide them."""
+    def token_share(self) -> int:
+        """Number of tensor ranks that divide the rows between the matrices (sequence parallelism)."""
         return self.parallel.tensor if self.config.sequence_parallel else 1
 
+    @property
+    def row_multiple(self) -> int:
+        """The number of rows is a multiple of it: tensor ranks divide them, and products in FP8 need it."""
+        rows = FP8_NEEDS[Fp8Recipe(self.config.fp8_recipe)].row_multiple if self.config.fp8 else 1
+        return self.token_share * rows
+
     def parameters_at(self, position: ShardPosition) -> tuple[MappedParameter, ...]:
-        """Return the parameters of a rank of this model."""
-        return rank_parameters(self.shape, position, self.kernels)
+        """Return the parameters of a rank that training changes."""
+        return rank_parameters(self.trained_shape, position, self.kernels)
+
+    @property
+    def whole(self) -> Stage:
+        """The stage as if all of its weights but adapters were trained, by which they are read and saved."""
+        parameters = rank_parameters(self.shape, self.parallel.shard_position, self.kernels)
+        return replace(self, trained_shape=self.shape, parameters=parameters)
 
     def inputs(
         self,
@@ -140,8 +158,8 @@ class Stage:
             num_tokens[division.num_queries :] = 0
         num_padding = -len(index) % self.row_multiple
         index, num_tokens = pad(index, (0, 0, 0, num_padding)), pad(num_tokens, (0, num_padding))
-        num_rows = len(index) // self.row_multiple
-        first = self.parallel.t * num_rows if self.row_multiple > 1 else 0
+        num_rows = len(index) // self.token_share
+        first = self.parallel.t * num_rows if self.token_share > 1 else 0
         return ReplayedExperts(index[first : first + num_rows], num_tokens[first : first + num_rows])
 
     @property
@@ -180,9 +198,13 @@ def build_stage(settings: ModelSettings, parallel: ParallelState) -> Stage:
     with translate_errors(settings.name):
         shape = supported_shape(hf_config, settings.head)
         stage = _uninitialized_stage(settings, hf_config, shape, parallel)
-        with open_weights(settings, shape, stage.parameters) as read:
-            load_parameters(stage.parameters, dict(stage.module.named_parameters()), read)
-    stage.module.requires_grad_(settings.trainable)
+        parameters = {row.name: row for row in (*stage.whole.parameters, *stage.parameters)}.values()
+        tensors = dict(stage.module.named_parameters())
+        with open_weights(settings, shape, parameters) as read:
+            load_parameters(parameters, tensors, read)
+    stage.module.requires_grad_(False)
+    for row in stage.parameters:
+        tensors[row.name].requires_grad_(settings.trainable)
     return stage
 
 
@@ -191,6 +213,8 @@ def _uninitialized_stage(
 ) -> Stage:
     """Return a stage whose weights have no values yet."""
     kernels = LayerKernels(settings.kernels)
+    if settings.fp8 is not None:
+        _check_recipe(settings.name, Fp8Recipe(settings.fp8))
     _init_megatron_state(kernels)
     device, dtype = local_device(settings.device), DTYPES[settings.dtype]
     config = transformer_config(shape, hf_config.rms_norm_eps, settings, dtype, parallel)
@@ -209,17 +233,62 @@ def _uninitialized_stage(
     let_routers_replay(module)
     if shape.head != "lm" and parallel.is_last_stage:
         module.output_layer = ScalarHead(shape.hidden, settings.seed, shape.head).to(device)
-    parameters = rank_parameters(shape, parallel.shard_position, kernels)
+    position = parallel.shard_position
     shapes = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
-    assert shapes == {parameter.name: parameter.module_shape for parameter in parameters}, (
+    assert shapes == {row.name: row.module_shape for row in rank_parameters(shape, position, kernels)}, (
         "megatron has other parameters than the mapping"
     )
+    trained, lora = shape, settings.lora
+    if lora is not None:
+        trained = adapted_shape(shape, lora.r, lora.chosen)
+        with torch.device(device):
+            add_adapters(module, adapted_linears(trained, position, kernels), lora.scale)
+    if parallel.is_first_stage:
+        module.embedding.register_forward_hook(partial(_prepare_embedded, needs_gradient=lora is not None))
+    parameters = rank_parameters(trained, position, kernels)
     frequencies = rotary_frequencies(hf_config, shape.head_dim).to(device)
-    return Stage(module, config, hf_config, shape, parallel, dtype, device, parameters, frequencies, kernels)
+    return Stage(
+        module, config, hf_config, shape, trained, parallel, dtype, device, parameters, frequencies, kernels
+    )
+
+
+def _prepare_embedded(embedding: nn.Module, args: object, output: Tensor, *, needs_gradient: bool) -> Tensor:
+    """Return embedded tokens `[U', 1, D]` with the strides of a new tensor.
+
+    Megatron has transposed them, and torch would multiply rows with such strides by a frozen matrix one at a
+    time, each with a copy of it. A frozen embedding's output gets a gradient, as without one a recomputed
+    layer would have none for its adapters.
+    """
+    embedded = output.flatten(0, 1).unsqueeze(1)
+    return embedded.requires_grad_() if needs_gradient and torch.is_grad_enabled() else embedded
+
+
+def _check_recipe(model: str, recipe: Fp8Recipe) -> None:
+    """Raise if this device, its CUDA or its libraries do not multiply in FP8."""
+    from hflow.training.megatron.te_layers import recipe_problem
+
+    if problem := recipe_problem(recipe):
+        raise BackendError(
+            f"fp8 is {recipe}, which Transformer Engine does not compute here: {problem}. Set "
+            f"another recipe, or models.{model}.fp8=null"
+        )
 
 
 class _PackedModel(GPTModel):  # type: ignore[misc]  # megatron has no types
     """A GPT model that returns hidden states. Its head runs only on the rows that a node needs."""
+
+    def _preprocess(self, *, packed_seq_params: PackedInputs, **others: Any) -> tuple[Tensor | None, ...]:
+        """Return the embedding of this rank's rows, and what the layers need besides.
+
+        In FP8, rows of padding are zeros, which change no scale.
+        """
+        hidden, *rest = super()._preprocess(packed_seq_params=packed_seq_params, **others)
+        if hidden is not None and self.config.fp8:
+            num_rows = len(hidden)
+            first = self.tp_group.rank() * num_rows if self.config.sequence_parallel else 0
+            num_real = min(max(packed_seq_params.num_real - first, 0), num_rows)
+            hidden = pad(hidden[:num_real], (0, 0, 0, 0, 0, num_rows - num_real))
+        return hidden, *rest
 
     def _postprocess(self, hidden_states: Tensor, *, packed_seq_params: PackedInputs, **_: Any) -> Tensor:
         if not self.post_process:

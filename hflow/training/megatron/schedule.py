@@ -119,7 +119,8 @@ class PipelineSchedule:
 
     def _rows_between(self, tokens: StageTokens) -> int:
         """Return the number of rows that a tensor rank sends to the next stage."""
-        return -(-tokens.num_rows // self.stage.row_multiple)
+        multiple = self.stage.row_multiple
+        return -(-tokens.num_rows // multiple) * multiple // self.stage.token_share
 
 
 class _KnownShapes(P2PCommunicator):  # type: ignore[misc]  # megatron has no types

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformer_engine.pytorch as te
 from megatron.core.extensions.transformer_engine import (
     TEColumnParallelGroupedLinear,
     TENorm,
@@ -26,8 +27,20 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from hflow.training.megatron.layers import gated_silu
+from hflow.types.kernels import FP8_NEEDS, Fp8Recipe
 
-__all__ = ["SeparateExperts", "TENorm", "layer_spec"]
+__all__ = ["SeparateExperts", "TENorm", "layer_spec", "recipe_problem"]
+
+
+def recipe_problem(recipe: Fp8Recipe) -> str:
+    """Return Transformer Engine's reason why it does not multiply in FP8 on this device; empty if it does."""
+    check = {
+        Fp8Recipe.TENSORWISE: te.is_fp8_available,
+        Fp8Recipe.BLOCKWISE: te.is_fp8_block_scaling_available,
+        Fp8Recipe.MXFP8: te.is_mxfp8_available,
+    }[recipe]
+    is_available, reason = check(return_reason=True)
+    return "" if is_available else reason.rstrip(".")
 
 
 def layer_spec(has_qk_norm: bool) -> ModuleSpec:
@@ -58,6 +71,12 @@ class SeparateExperts(nn.Module):
             "pg_collection": pg_collection,
         }
         rows, hidden = config.moe_ffn_hidden_size, config.hidden_size
+        self.pad: Any = None
+        self.unpad: Any = None
+        if config.fp8:
+            multiple = FP8_NEEDS[Fp8Recipe(config.fp8_recipe)].multiple
+            self.pad = te.Fp8Padding(num_local_experts, multiple)
+            self.unpad = te.Fp8Unpadding(num_local_experts, multiple)
         self.linear_fc1 = _with_empty_input(TEColumnParallelGroupedLinear)(
             num_local_experts,
             hidden,
@@ -84,8 +103,16 @@ class SeparateExperts(nn.Module):
             weights: `[R]`, by which results are multiplied.
         """
         splits = per_expert.tolist()  # host: the dispatcher has copied it
+        if self.pad is None or not len(tokens):
+            return self._products(tokens, splits, weights), None
+        padded, padded_splits = self.pad(tokens, splits)
+        padded_weights, _ = self.pad(weights[:, None], splits)
+        return self.unpad(self._products(padded, padded_splits, padded_weights[:, 0]), splits), None
+
+    def _products(self, tokens: Tensor, splits: list[int], weights: Tensor) -> Tensor:
         activated = gated_silu(self.linear_fc1(tokens, splits)[0], weights)
-        return self.linear_fc2(activated, splits)[0], None
+        out: Tensor = self.linear_fc2(activated, splits)[0]
+        return out
 
 
 def _with_empty_input(grouped: type) -> type:

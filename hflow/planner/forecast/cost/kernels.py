@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from hflow.planner.forecast.cost.flops import (
     Work,
+    layer_parameters,
     stage_flops,
     touched_experts,
     tower_attention,
@@ -19,7 +20,11 @@ from hflow.planner.forecast.cost.flops import (
 )
 from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
 from hflow.shapes.layout import stage_layers
-from hflow.shapes.model_shape import ModelShape, mean_active_experts, mean_mlp_rows
+from hflow.shapes.model_shape import ModelShape, mean_active_experts, mean_mlp_rows, num_parameters
+
+FP8_TRAFFIC = 6
+"""Bytes of memory traffic for each value that becomes FP8 in training: bf16 is read for the largest value
+and again, and a byte is written in two layouts."""
 
 Product = tuple[float, float, float]
 """Rows, inner size and columns of a product of matrices."""
@@ -94,6 +99,29 @@ def elementwise_bytes(replica: ReplicaCosts, rows: float) -> float:
     return passes * rows * width * replica.itemsize
 
 
+def fp8_bytes(replica: ReplicaCosts, rows: float, num: int, layer_passes: int) -> float:
+    """Return the memory traffic in which one layer's products in FP8 get their values, on one rank.
+
+    Each forward pass quantises the weights and the inputs, a backward pass the gradients of the outputs.
+
+    Args:
+        replica: the replica.
+        rows: tokens of all micro-batches.
+        num: micro-batches.
+        layer_passes: the argument of `pass_seconds` with this name.
+    """
+    if replica.config.fp8 is None:
+        return 0.0
+    shape, layout = replica.shape, replica.layout
+    forwards, backwards = (layer_passes - 2, 1) if layer_passes > 1 else (1, 0)
+    experts = None if shape.experts is None else shape.experts.num / layout.expert
+    hidden = (1 + max(1, mean_active_experts(shape))) * shape.hidden / replica.token_share
+    heads, keys = (n * shape.head_dim / layout.tensor for n in (shape.num_heads, shape.num_kv_heads))
+    mlp = mean_mlp_rows(shape) / layout.tensor
+    values = forwards * (hidden + heads + mlp) + backwards * (heads + 2 * keys + 2 * mlp + hidden)
+    return FP8_TRAFFIC * (rows * values + forwards * num * layer_parameters(shape, experts) / layout.tensor)
+
+
 def pass_seconds(
     replica: ReplicaCosts, work: Work, num: int, layer_passes: int, product_passes: int, head_passes: int
 ) -> float:
@@ -114,19 +142,32 @@ def pass_seconds(
     all_flops = stage_flops(shape, work, layout.pipe, layer_passes, head_passes)
     of_products = stage_flops(shape, no_pairs, layout.pipe, layer_passes, head_passes)
     attention = (all_flops - of_products) / layout.tensor
-    products = stage_flops(shape, no_pairs, layout.pipe, product_passes, head_passes) / layout.tensor
+    products = stage_flops(shape, no_pairs, layout.pipe, product_passes, 0) / layout.tensor
+    head = stage_flops(shape, no_pairs, layout.pipe, product_passes, head_passes) / layout.tensor - products
     if replica.config.lora is not None:
-        products += 2 * replica.trained_weights * work.rows * layer_passes
+        products += 2 * _adapter_weights(replica) * work.rows * layer_passes
     tower_passes = layer_passes if replica.trains_tower else 1
     tower = tower_passes * tower_seconds(replica, work, num)
     first, last = stage_layers(shape.num_layers, layout.pipe)[0]
-    others = layer_passes * (last - first) * elementwise_bytes(replica, work.rows)
+    of_layer = layer_passes * elementwise_bytes(replica, work.rows)
+    others = (last - first) * (of_layer + fp8_bytes(replica, work.rows, num, layer_passes))
     return (
         products / product_rate(replica, work.rows / num)
+        + head / product_rate(replica.unquantized, work.rows / num)
         + attention / attention_rate(replica)
         + others / replica.rates.stream
         + tower
     )
+
+
+def _adapter_weights(replica: ReplicaCosts) -> float:
+    """Return the elements of adapters by which a rank multiplies each of its tokens, on average.
+
+    With sequence parallelism tensor ranks divide the tokens where they have the same matrices.
+    """
+    if replica.token_share == 1:
+        return replica.trained_weights
+    return num_parameters(replica.trained_shape) / replica.layout.pipe / replica.layout.tensor
 
 
 def tower_seconds(replica: ReplicaCosts, work: Work, num: int) -> float:

@@ -26,13 +26,11 @@ from hflow.planner.forecast.cost.transfers import (
 )
 from hflow.planner.forecast.memory.offload import Use, moved_bytes
 from hflow.planner.forecast.memory.rank import Rank
-from hflow.planner.models.descriptors import engine_kind
 from hflow.planner.plan.forecast import EdgeTraffic, Pace
 from hflow.planner.plan.hardware import Link
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import SAVE_PREFIX, Plan, Replica, Schedule, ScheduledNode, WeightRoute
 from hflow.planner.plan.schedule import share_of_unchanged_wakes, shared_groups, trains_on_engine_devices
-from hflow.planner.plan.traits import traits
 from hflow.planner.plan.workload import Workload, expected_max, sample_lengths
 
 Parts = list[Part] | None
@@ -165,8 +163,7 @@ class Costs:
             return None
         senders, workers = self._plan.replica(route.src).workers, self._plan.replica(route.dst).workers
         ranks = RankPlacement.of(workers, self._plan.cluster, self._hardware)
-        kind = engine_kind(self._plan.replica(route.dst).backend)
-        merges = kind.traits.merges_adapters and replica.config.lora is not None
+        merges = self._plan.replica(route.dst).merges_adapters
         network = self._network((*senders, *workers))
         loading = load_weights(route, replica, ranks, network, len(senders), merges)
         if set(senders).isdisjoint(workers):  # they were published before
@@ -333,7 +330,7 @@ def share_of_kept_weights(
     """
     if not shared_groups(schedule, engine.name) or (is_shared and config.compute_dtype == "fp32"):
         return 0.0
-    if config.lora is not None and not traits(engine.backend).merges_adapters:
+    if config.lora is not None and not engine.merges_adapters:
         return 1.0
     is_trained = trains_on_engine_devices(schedule, engine)
     return share_of_unchanged_wakes(schedule, engine.name, trains_on_its_devices=is_trained)

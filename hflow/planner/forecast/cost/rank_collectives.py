@@ -8,6 +8,7 @@ step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -29,9 +30,9 @@ from hflow.planner.forecast.cost.flops import (
     layers_parameters,
 )
 from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
-from hflow.planner.forecast.memory.rank import FP32_BYTES
+from hflow.planner.forecast.memory.rank import FP32_BYTES, stage_sizes
 from hflow.shapes.layout import Layout, stage_layers
-from hflow.shapes.model_shape import ModelShape, expert_layers
+from hflow.shapes.model_shape import ModelShape, equal_layers, expert_layers, layer_template
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
 Ranks = Literal[
@@ -149,6 +150,7 @@ def tensor_collectives(
     embeds = passes.num if stage == 0 else 0
     heads = passes.num if stage == replica.layout.pipe - 1 else 0
     backward = passes.num * passes.backward
+    adapts = replica.trains_adapters
     # Every tensor rank computes the whole of a value or score head, and thus its whole gradient.
     summed_heads = heads * passes.backward if replica.shape.head == "lm" else 0
     if replica.token_share == 1:
@@ -157,16 +159,51 @@ def tensor_collectives(
     else:
         yield Collectives("all-gather", "tensor", hidden, num_pairs * passes.both, overlaps)
         yield Collectives("reduce-scatter", "tensor", hidden, num_pairs * passes.both, overlaps)
-        yield Collectives("all-gather", "tensor", hidden, num_pairs * backward, is_beside_products=True)
-        yield Collectives("all-gather", "tensor", hidden, embeds * passes.backward + heads)
+        if not adapts:  # frozen matrices need no inputs in the backward pass, and embeddings no gradients
+            yield Collectives("all-gather", "tensor", hidden, num_pairs * backward, is_beside_products=True)
+            yield Collectives("all-gather", "tensor", hidden, embeds * passes.backward)
+        yield Collectives("all-gather", "tensor", hidden, heads)
         yield Collectives("reduce-scatter", "tensor", hidden, embeds + summed_heads)
     if heads and replica.shape.head == "lm":
         yield from _vocabulary_sums(replica, work, passes)
-    if _num_head_copies(replica) > 1:  # gradients of the weights, and of the biases, of keys and values
+    if adapts:
+        yield from _adapter_exchanges(replica, work, passes, stage)
+    elif _num_head_copies(replica) > 1:  # gradients of the weights, and of the biases, of keys and values
         weights = 2 * replica.shape.head_dim * replica.itemsize
         yield Collectives("all-reduce", "head copies", weights * replica.shape.hidden, backward * num_layers)
         if replica.shape.has_qkv_bias:
             yield Collectives("all-reduce", "head copies", weights, backward * num_layers)
+
+
+def _adapter_exchanges(
+    replica: ReplicaCosts, work: Work, passes: Passes, stage: int
+) -> Iterator[Collectives]:
+    """Yield the exchanges of tensor ranks between the two matrices of adapters, r numbers for each token.
+
+    Those of matrices that have the same input are exchanged together. Where ranks divide outputs, gradients
+    are summed; where they divide inputs, the numbers themselves.
+    """
+    row = work.rows / passes.num * replica.itemsize
+    layers = stage_layers(replica.shape.num_layers, replica.layout.pipe)[stage]
+    for first, last in equal_layers(replica.trained_shape, *layers):
+        forward = passes.num * passes.forward * (last - first)
+        backward = passes.num * passes.backward * (last - first)
+        sizes: dict[tuple[str, bool], int] = {}
+        """(Attention or MLP, whether ranks divide inputs) -> numbers of a token."""
+        template = layer_template(replica.trained_shape, first)
+        for a, b in zip(template[::2], template[1::2], strict=True):
+            linear = a.name.split(".")[-4], a.split_axis is not None
+            sizes[linear] = sizes.get(linear, 0) + a.shape[0]
+            if b.may_repeat and _num_head_copies(replica) > 1:
+                head = b.numel // b.split_units * replica.itemsize
+                yield Collectives("all-reduce", "head copies", head, backward)
+        for (_, divides_inputs), size in sizes.items():
+            scatters, gathers = (forward, backward) if divides_inputs else (backward, forward)
+            if replica.token_share == 1:
+                yield Collectives("all-reduce", "tensor", row * size, scatters)
+            else:
+                yield Collectives("all-gather", "tensor", row * size, gathers)
+                yield Collectives("reduce-scatter", "tensor", row * size, scatters)
 
 
 def _vocabulary_sums(replica: ReplicaCosts, work: Work, passes: Passes) -> Iterator[Collectives]:
@@ -309,6 +346,12 @@ def bucket_collectives(
         return
     layout, shape = replica.layout, replica.shape
     width = replica.gradient_bytes if kind == "reduce-scatter" else replica.gathered_bytes
+    if replica.trains_adapters:
+        sizes = stage_sizes(replica.trained_shape, replica.traits, layout, stage)
+        limit = max(MIN_BUCKET_WEIGHTS, BUCKET_WEIGHTS_PER_RANK * layout.data)
+        num = 1 if stage > 0 else max(1, math.ceil(sizes.total / limit))
+        yield Collectives(kind, "data", sizes.total * width / num, num)
+        return
     num, num_of_experts = num_buckets(shape, layout, stage)
     others, experts = _bucket_weights(shape, layout, stage)
     if experts and layout.num_expert_copies > 1:
@@ -386,10 +429,21 @@ def shared_gradients(replica: ReplicaCosts, stage: int = 0) -> Iterator[Collecti
     """Yield the sums of gradients over ranks that have the same weights but divide tokens or layers.
 
     Tensor ranks divide the tokens that norms and routers see. The first and the last stage share a tied
-    embedding.
+    embedding. Beside adapters all of these are frozen; tensor ranks have one matrix of each adapter whole.
     """
     shape, layout = replica.shape, replica.layout
     if not replica.traits.is_model_parallel:
+        return
+    if replica.trains_adapters:
+        layers = equal_layers(replica.trained_shape, *stage_layers(shape.num_layers, layout.pipe)[stage])
+        whole = sum(
+            (last - first) * spec.numel
+            for first, last in layers
+            for spec in layer_template(replica.trained_shape, first)
+            if spec.split_axis is None
+        )
+        if replica.token_share > 1 and whole:
+            yield Collectives("all-reduce", "tensor", FP32_BYTES * whole, 1)
         return
     if layout.tensor > 1:
         num_layers = _num_layers(replica, stage)

@@ -14,7 +14,7 @@ from hflow.config.schema import ModelConfig
 from hflow.planner.forecast.cost.collectives import Axis, LinkTime, RankPlacement, axis_ranks, dispatch
 from hflow.planner.forecast.cost.flops import stage_parameters
 from hflow.planner.forecast.cost.roofline import Rates
-from hflow.planner.forecast.memory.rank import FP32_BYTES
+from hflow.planner.forecast.memory.rank import FP32_BYTES, stage_sizes
 from hflow.planner.plan.calibration import HostTimes, MatmulRate
 from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.hardware import Hardware, Link
@@ -26,7 +26,6 @@ from hflow.shapes.model_shape import (
     DTYPE_BYTES,
     ModelShape,
     expert_layers,
-    num_parameters,
     num_tensors,
 )
 from hflow.shapes.vision_shape import num_tower_parameters
@@ -101,7 +100,7 @@ class ReplicaCosts:
             expert_data=data if replica.layout.expert == 1 else ranks("expert data"),
             shard=data if replica.layout.replicate == 1 else ranks("shard"),
             replicate=ranks("replicate"),
-            low_dtype=config.gen.quantization if replica.role == "gen" else None,
+            low_dtype=config.gen.quantization if replica.role == "gen" else config.fp8 and "fp8",
             has_low_layers_only=True,
         )
 
@@ -179,7 +178,17 @@ class ReplicaCosts:
             tower = self.shape.vision
             frozen = 0 if tower is None or self.trains_tower else num_tower_parameters(tower)
             return self.stage_weights - frozen
-        return num_parameters(trained_shape(self.shape, self.config.lora)) / self.layout.pipe
+        return stage_sizes(self.trained_shape, self.traits, self.layout, 0).total
+
+    @cached_property
+    def trained_shape(self) -> ModelShape:
+        """The part of the model that training changes: its adapters, if it has any, else all of it."""
+        return trained_shape(self.shape, self.config.lora)
+
+    @property
+    def trains_adapters(self) -> bool:
+        """Whether adapters are trained beside frozen weights."""
+        return self.config.lora is not None and self.traits.has_adapters
 
     @property
     def trains_tower(self) -> bool:
@@ -189,7 +198,7 @@ class ReplicaCosts:
     @cached_property
     def num_trained_tensors(self) -> int:
         """Number of tensors that training changes."""
-        return num_tensors(trained_shape(self.shape, self.config.lora))
+        return num_tensors(self.trained_shape)
 
     @property
     def mean_copies(self) -> float:

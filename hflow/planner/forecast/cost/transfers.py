@@ -14,7 +14,6 @@ from hflow.planner.forecast.memory.transfer import num_writers, saved_state_byte
 from hflow.planner.plan.channels import channel_traits
 from hflow.planner.plan.forecast import EdgeTraffic
 from hflow.planner.plan.hardware import Hardware, Link
-from hflow.planner.plan.request import trained_shape
 from hflow.planner.plan.rows import WeightRoute
 from hflow.planner.weights.sharding import num_publishers
 from hflow.shapes.model_shape import num_parameters
@@ -92,7 +91,7 @@ def _gather(route: WeightRoute, replica: ReplicaCosts, ranks: RankPlacement) -> 
     Whole tensors are written once by the collective, and where they are handed over to an engine's process,
     twice more, into a bucket and out of it.
     """
-    trained = num_parameters(trained_shape(replica.shape, replica.config.lora))
+    trained = num_parameters(replica.trained_shape)
     whole = trained * replica.itemsize
     gathered = all_gather(whole, ranks, replica.hardware)
     num_buckets = math.ceil(whole / BUCKET_BYTES)
@@ -116,8 +115,8 @@ def _merge(replica: ReplicaCosts) -> Iterator[Part]:
 
 
 def _quantize(replica: ReplicaCosts) -> list[Part]:
-    """Return the seconds in which an engine quantises what it has loaded."""
-    if replica.low_dtype is None:
+    """Return the seconds in which an engine quantises what it has loaded, if that is not only adapters."""
+    if replica.low_dtype is None or replica.config.lora is not None:
         return []
     traffic = QUANTIZING_TRAFFIC * _layer_weights(replica)
     return [Part("quantisation", traffic / replica.rates.stream, MEMORY)]
@@ -275,7 +274,7 @@ def save_checkpoint(replica: ReplicaCosts) -> list[Part]:
     num_bytes = saved * layout.tensor * layout.pipe * replica.itemsize
     copied = num_bytes / num_writers(num_bytes, layout.world)
     if replica.config.save_optimizer:
-        shape = trained_shape(replica.shape, lora)
+        shape = replica.trained_shape
         copied += whole * saved_state_bytes(replica.config, shape) / num_parameters(shape) / layout.world
     copy = list(_over_pcie(copied, replica)) or [Part("copy", 2 * copied / replica.rates.stream, MEMORY)]
     return [gather.part("all-gather"), *copy]

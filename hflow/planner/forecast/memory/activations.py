@@ -13,7 +13,7 @@ from functools import lru_cache
 from hflow.planner.forecast.memory.parts import Items, MicroBatch, item, largest
 from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
 from hflow.planner.plan.forecast import MemoryCategory
-from hflow.shapes.model_shape import ModelShape, expert_layers, mean_mlp_rows, mlp_rows
+from hflow.shapes.model_shape import ModelShape, expert_layers, layer_template, mean_mlp_rows, mlp_rows
 
 SLOTS_PER_TOKEN = 8 / 7
 """Padded slots per token where lengths differ: the sequences of a bucket have 3/4 to 1 of its width, 7/8 on
@@ -37,6 +37,14 @@ def kept_by_layer(rank: Rank, batch: MicroBatch, num_mlp: int = 4) -> int:
     hidden_rows, split_rows = kept_per_token(rank, pads=batch.pads, num_mlp=num_mlp)
     per_token = hidden_rows / rank.token_share + split_rows / rank.tensor + routed_per_token(rank)
     return round(per_token * batch.tokens)
+
+
+def kept_by_adapters(rank: Rank, batch: MicroBatch) -> int:
+    """Return the activations of a layer's adapters: r numbers a token, between the two matrices."""
+    if rank.config.lora is None:
+        return 0
+    num_targets = len(layer_template(rank.trained_shape)) // 2
+    return rank.width * rank.config.lora.r * num_targets * batch.tokens
 
 
 def routed_per_token(rank: Rank) -> float:

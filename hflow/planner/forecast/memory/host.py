@@ -80,7 +80,7 @@ def host_memory(plan: Plan, request: PlanRequest) -> tuple[HostMemory, ...]:
 def kept_by_engine(context: MemoryContext, rank: Rank) -> Items:
     """Return the items that an engine's rank on a GPU keeps in host memory all the time."""
     items = Items()
-    if rank.config.lora is not None and traits(rank.replica.backend).merges_adapters:
+    if rank.replica.merges_adapters:
         items += item(MemoryCategory.WEIGHTS, rank.width * rank.sizes.total, _BASE)
     route = context.route_to(rank)
     return items if route is None else items + transfer.received_on_host(rank, route)

@@ -7,20 +7,25 @@ the run allows. A prompt that a group shares counts for every sample, as the gro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from hflow.config.schema import ModelConfig
 from hflow.graph.ir import Node
 from hflow.graph.queries import keeps_groups_whole, root_stream
 from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
 from hflow.planner.plan.forecast import MemoryCategory
+from hflow.planner.plan.hardware import GIB
 from hflow.planner.plan.rows import BatchCut, Plan, ScheduledStream
-from hflow.planner.plan.traits import traits
 from hflow.planner.plan.workload import Workload
 from hflow.planner.weights.sharding import padded_units
 from hflow.types import Unit
+
+if TYPE_CHECKING:
+    from hflow.planner.models.descriptors import ServedModel
+    from hflow.shapes.model_shape import ModelShape
 
 
 class ItemKey(NamedTuple):
@@ -194,17 +199,56 @@ def _engine_images(
 def engine_weights(rank: Rank) -> int:
     """Return the bytes of the engine's own weights on one rank, with the padding of the vocabulary.
 
-    Adapters are beside them in an engine that does not merge them. Quantised weights have scales.
+    Adapters are beside them in an engine that does not merge them, in buffers whose rank may be larger.
+    Quantised weights have scales.
     """
     shape = rank.shape
     rows = padded_units(shape.vocab, rank.traits, rank.tensor) // rank.tensor
     num_matrices = 1 if shape.is_tied else 2
     padding = (rows - min(shape.vocab, rows)) * shape.hidden * num_matrices
-    keeps_adapters = rank.config.lora is not None and not traits(rank.replica.backend).merges_adapters
-    adapters = rank.trained.total if keeps_adapters else 0
+    lora = None if rank.replica.merges_adapters else rank.config.lora
+    adapters = 0 if lora is None else rank.trained.total * rank.traits.padded_rank(lora.r) // lora.r
     num_quantized = rank.sizes.quantizable if rank.config.gen.quantization else 0
     quantized = num_quantized + -(-FP32_BYTES * num_quantized // QUANTIZED_ROWS**2)
     return rank.width * (rank.sizes.total - num_quantized + padding + adapters) + quantized
+
+
+MEMORY_BUDGET = 0.9
+"""Fraction of a device's memory that everything on it takes at most while an engine generates whose cache has
+a fixed size."""
+
+
+def fitting_cache(block: int, wanted: int, available: int, smallest: int) -> int:
+    """Return the bytes of a cache in whole blocks, one of which belongs to no sequence.
+
+    Args:
+        block: bytes of a block.
+        wanted: blocks that the load needs.
+        available: bytes that the cache may take.
+        smallest: bytes of the smallest cache with which the engine starts.
+    """
+    return max(block * min(1 + wanted, available // block), smallest)
+
+
+def too_small_cache(
+    served: ServedModel, shape: ModelShape, smallest_cache: Callable[[Rank], int]
+) -> Iterator[str]:
+    """Yield a reason where the configured cache of an engine does not hold the longest sequence.
+
+    Args:
+        served: the model.
+        shape: the model's sizes.
+        smallest_cache: bytes of the smallest cache on a rank with which the engine starts.
+    """
+    gen = served.config.gen
+    rank = Rank(served.replica, shape, served.config, 0, True, served.cluster.device == "cpu")
+    if gen.cache_gib is not None and round(gen.cache_gib * GIB) < (smallest := smallest_cache(rank)):
+        key = f"models.{served.replica.model}.gen.cache_gib"
+        fitting = math.ceil(smallest / GIB * 1000) / 1000
+        yield (
+            f"{key} is {gen.cache_gib:g}, but a sequence of max_model_len {gen.max_model_len} needs "
+            f"{fitting:g} GiB. Set {key}={fitting:g} or more, or a smaller max_model_len."
+        )
 
 
 def cache_bytes_per_token(rank: Rank) -> int:

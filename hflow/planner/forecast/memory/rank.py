@@ -25,7 +25,7 @@ from hflow.shapes.model_shape import (
     tensors,
 )
 from hflow.shapes.vision_shape import tower_block
-from hflow.types.kernels import AttentionKernel, packed_kernel
+from hflow.types.kernels import has_varlen_kernel
 from hflow.types.tensor_slices import BUCKET_BYTES, numel
 
 FP32_BYTES = DTYPE_BYTES["fp32"]
@@ -80,6 +80,11 @@ class Rank:
         return stage_sizes(shape, self.traits, self.replica.layout, self.stage)
 
     @property
+    def adapts(self) -> bool:
+        """Whether the replica trains adapters in place of its weights."""
+        return self.config.lora is not None and self.replica.role == "train"
+
+    @property
     def width(self) -> int:
         """Bytes of a number in the compute dtype."""
         return DTYPE_BYTES[self.config.compute_dtype]
@@ -101,7 +106,7 @@ class Rank:
             of_matrix: bytes of the state for each element of a matrix of a layer.
             of_other: bytes for each element of other weights.
         """
-        layout, sizes = self.replica.layout, self.sizes
+        layout, sizes = self.replica.layout, self.trained
         matrices, others = sizes.matrices - sizes.experts, sizes.total - sizes.matrices
         shared = math.ceil((of_matrix * matrices + of_other * others) / layout.num_copies)
         return shared + math.ceil(of_matrix * sizes.experts / layout.num_expert_copies)
@@ -176,9 +181,7 @@ class Rank:
     @property
     def has_varlen_kernel(self) -> bool:
         """Whether attention reads packed sequences directly. Otherwise they are padded in buckets."""
-        device = "cpu" if self.on_cpu else "cuda"
-        kernel = packed_kernel(device, self.config.compute_dtype, has_flash_attn=False)
-        return kernel is not AttentionKernel.SDPA
+        return has_varlen_kernel("cpu" if self.on_cpu else "cuda", self.config.compute_dtype)
 
 
 @dataclass(frozen=True)

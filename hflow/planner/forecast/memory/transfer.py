@@ -95,9 +95,9 @@ def received_on_host(rank: Rank, route: WeightRoute) -> Items:
 def _received_last(rank: Rank, route: WeightRoute) -> Items:
     if not route.delta:
         return Items()
-    num_parts = rank.tensor if rank.config.lora is None else 1  # every rank receives all adapters
-    num_bytes = rank.width * (num_parameters(rank.trained_shape) // num_parts)
-    return item(MemoryCategory.BUFFERS, num_bytes, RECEIVED_LAST)
+    is_whole = rank.config.lora is not None  # ranks have one matrix of each adapter whole
+    num = rank.trained.total if is_whole else num_parameters(rank.trained_shape) // rank.tensor
+    return item(MemoryCategory.BUFFERS, rank.width * num, RECEIVED_LAST)
 
 
 def handed_over_buckets(rank: Rank) -> Items:
@@ -125,7 +125,8 @@ def receive_weights(rank: Rank, route: WeightRoute, num_senders: int) -> Items:
     if route.how != "pull":
         return Items()
     if rank.on_cpu:
-        return item(MemoryCategory.BUFFERS, rank.width * largest_tensor(rank.shape), "buckets")
+        arriving = rank.shape if rank.replica.merges_adapters else rank.trained_shape
+        return item(MemoryCategory.BUFFERS, rank.width * largest_tensor(arriving), "buckets")
     if channel_traits(route.transport).needs_one_device:
         return Items()
     bucket = largest_bucket(rank.trained_shape, rank.width, num_parts=num_senders)
@@ -236,11 +237,13 @@ def _num_slices(rank: Rank) -> int:
 def _gather_bucket(rank: Rank, width: int, shape: ModelShape) -> Items:
     """Return a whole bucket, this rank's part of it twice, and a copy of gloo or the tensor sliced out of it.
 
-    FSDP casts its shards first. A single rank casts one tensor at a time.
+    FSDP casts its shards first. A single rank casts whole tensors: the one that is loaded, and two ahead
+    (`assemble_tensors` in `weights/buckets.py`).
     """
     casts = width < FP32_BYTES and _shards_weights(rank)
     if rank.replica.layout.world == 1:
-        num_bytes = width * largest_tensor(shape) if casts else 0
+        sizes = piece_sizes(shape)
+        num_bytes = width * max(sum(sizes[i : i + 3]) for i in range(len(sizes))) if casts else 0
     else:
         num_parts = _num_slices(rank)
         minimum = BUCKET_BYTES * (1 if _shards_weights(rank) else num_parts)

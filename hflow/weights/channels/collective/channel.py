@@ -30,7 +30,7 @@ from __future__ import annotations
 import datetime
 import threading
 from collections.abc import Iterable
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -48,8 +48,8 @@ from hflow.weights.rendezvous import connect_store, listen_where, open_store
 
 _SHORTEST_WAIT, _LONGEST_WAIT = 0.0005, 0.05
 """Seconds between two looks at whether the receivers wait for a bucket, at first and at last."""
-_QUEUE_SECONDS = 0.5
-"""How often a sender without buckets looks whether the channel was closed."""
+_CLOSE_SECONDS = 1.0
+"""How long a closed channel waits for a broadcast that is under way."""
 
 
 class CollectiveBucket(NamedTuple):
@@ -158,9 +158,11 @@ class CollectiveChannel(WeightChannel):
 
     @override
     def close(self) -> None:
-        """Drop buckets that were not taken."""
+        """Drop buckets that were not taken. Threads in calls of torch would abort a process that ends."""
         for stream in self._streams.values():
             stream.close()
+        for stream in self._streams.values():
+            stream.thread.join(_CLOSE_SECONDS)
         self._streams.clear()
         self._server = None
         self._stores.clear()
@@ -217,7 +219,11 @@ class CollectiveChannel(WeightChannel):
 
 
 class _Stream:
-    """The sending end of a stream: a queue of buckets, and the thread that broadcasts them."""
+    """The sending end of a stream: a queue of buckets, and the thread that broadcasts them.
+
+    Attributes:
+        thread: the thread.
+    """
 
     def __init__(
         self,
@@ -233,10 +239,12 @@ class _Stream:
         self._generation = generation
         self._timeout = timeout
         self._number = 0
-        self._queue: SimpleQueue[tuple[CollectiveBucket, Tensor, torch.Event | None]] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[CollectiveBucket, Tensor, torch.Event | None] | None] = SimpleQueue()
+        """Buckets; None wakes the thread when the channel is closed."""
         self._closed = threading.Event()
         self._error: Exception | None = None
-        threading.Thread(target=self._main, name="hflow-broadcast", daemon=True).start()
+        self.thread = threading.Thread(target=self._main, name="hflow-broadcast", daemon=True)
+        self.thread.start()
 
     def add(self, bucket: Bucket) -> CollectiveBucket:
         self.raise_if_failed()
@@ -265,6 +273,7 @@ class _Stream:
 
     def close(self) -> None:
         self._closed.set()
+        self._queue.put(None)
 
     def _main(self) -> None:
         try:
@@ -275,11 +284,8 @@ class _Stream:
     def _run(self) -> None:
         store, group = connect_store(self._address, self._timeout), None
         stream: Any = None
-        while not self._closed.is_set():
-            try:
-                handle, payload, packed = self._queue.get(timeout=_QUEUE_SECONDS)
-            except Empty:
-                continue
+        while (bucket := self._queue.get()) is not None and not self._closed.is_set():
+            handle, payload, packed = bucket
             if not self._all_wait(store, handle):
                 return
             if group is None:

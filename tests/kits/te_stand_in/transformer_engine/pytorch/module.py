@@ -12,7 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn.functional import linear, rms_norm
+from torch.nn.functional import linear, pad, rms_norm
+
+from transformer_engine.common.recipe import Recipe
+from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
 
 class _Base(nn.Module):
@@ -44,6 +47,8 @@ class _Base(nn.Module):
         self.apply_bias = bias and not return_bias
         self._init_method = init_method
         self._tracker, self._tracker_name = get_rng_state_tracker, rng_tracker_name
+        self.save_original_input = False
+        self._workspaces: dict[str, Tensor] = {}
 
     def _split(self, in_features: int, out_features: int) -> None:
         """Set the sizes of this rank's weight."""
@@ -90,19 +95,33 @@ class _Base(nn.Module):
     def _linear(self, x: Tensor, is_first_microbatch: bool | None) -> Any:
         """Multiply by `weight`, with the collectives of the parallel mode and the bias."""
         bias = self.bias if self.use_bias else None
-        out = self._product(
-            self._gathered(x) if self.parallel_mode == "column" else x, self.weight, is_first_microbatch
-        )
+        if FP8GlobalStateManager.is_fp8_enabled() and self.sequence_parallel:
+            multiple = FP8GlobalStateManager.get_fp8_recipe().gathered_multiple
+            rows = len(x) // (self.tp_size if self.parallel_mode == "row" else 1)
+            assert rows % multiple == 0, f"All-gather requires quantizable tensor, but it has {rows} rows"
+        if self.parallel_mode == "column":
+            x = self._gathered(x)
+        out = self._product(x, "weight", is_first_microbatch)
         if self.parallel_mode == "row":
             out = self._summed(out)
         if self.apply_bias:
             out = out + bias
         return (out, bias) if self.return_bias else out
 
-    def _product(self, x: Tensor, weight: Tensor, is_first_microbatch: bool | None) -> Tensor:
-        if not self.fuse_wgrad_accumulation or not weight.requires_grad:
+    def _product(self, x: Tensor, name: str, is_first_microbatch: bool | None) -> Tensor:
+        weight, recipe = getattr(self, name), FP8GlobalStateManager.get_fp8_recipe()
+        is_fused = self.fuse_wgrad_accumulation and weight.requires_grad
+        if recipe is None and not is_fused:
             return linear(x, weight)
-        return _AccumulatingLinear.apply(x, weight, not is_first_microbatch)
+        source = weight.detach()
+        if recipe is not None:
+            sizes = (x[..., 0].numel(), *weight.shape)
+            assert not any(size % recipe.multiple for size in sizes), f"FP8 execution of {sizes}"
+            if is_first_microbatch is not None:
+                if is_first_microbatch:
+                    self._workspaces[name] = source.clone()
+                source = self._workspaces[name]
+        return _Product.apply(x, weight, source, recipe, is_fused, not is_first_microbatch)
 
     def get_extra_state(self) -> Tensor:
         """Return what is beside the parameters in a state dict: nothing, without FP8."""
@@ -252,7 +271,7 @@ class GroupedLinear(_Base):
         assert len(m_splits) == self.num_gemms
         assert len(inp), "what the kernels do with no rows at all is not known"
         parts = [
-            self._product(rows, getattr(self, f"weight{i}"), is_first_microbatch)
+            self._product(rows, f"weight{i}", is_first_microbatch)
             for i, rows in enumerate(inp.split(m_splits))
         ]
         return torch.cat(parts)
@@ -293,26 +312,96 @@ def _normalized(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return rms_norm(x.float(), x.shape[-1:], weight.float(), eps).to(x.dtype)
 
 
-class _AccumulatingLinear(torch.autograd.Function):
-    """A product that adds the gradient of its weight to `main_grad`, which data parallelism has made."""
+class Fp8Padding(nn.Module):
+    """`te.pytorch.Fp8Padding`: appends rows of zeros to those of each group."""
+
+    def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
+        super().__init__()
+        self.num_gemms, self.align_size = num_gemms, align_size
+
+    def _padded(self, m_splits: list[int]) -> list[int]:
+        assert len(m_splits) == self.num_gemms
+        return [-(-num // self.align_size) * self.align_size for num in m_splits]
+
+    def forward(self, inp: Tensor, m_splits: list[int]) -> tuple[Tensor, list[int]]:
+        padded = self._padded(m_splits)
+        pairs = zip(inp.split(m_splits), padded, strict=True)
+        return torch.cat([pad(rows, (0, 0, 0, num - len(rows))) for rows, num in pairs]), padded
+
+
+class Fp8Unpadding(Fp8Padding):
+    """`te.pytorch.Fp8Unpadding`: takes them away."""
+
+    def forward(self, inp: Tensor, m_splits: list[int]) -> Tensor:
+        pairs = zip(inp.split(self._padded(m_splits)), m_splits, strict=True)
+        return torch.cat([rows[:num] for rows, num in pairs])
+
+
+def quantize(x: Tensor, rows: int, columns: int | None, dtype: torch.dtype) -> Tensor:
+    """Round `[R, C]` to FP8 and back, in blocks of `rows` x `columns` whose largest entry is FP8's largest.
+
+    With None, the block is the whole tensor. Blocks of 32 have scales that are powers of 2.
+    """
+    if not x.numel():
+        return x.float()
+    if columns is None:
+        rows, columns = x.shape
+    padded = pad(x.float(), (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
+    blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    scale = torch.finfo(dtype).max / blocks.abs().amax((1, 3), keepdim=True).clamp(min=1e-30)
+    if 32 in (rows, columns):
+        scale = scale.log2().floor().exp2()
+    return ((blocks * scale).to(dtype).float() / scale).flatten(2, 3).flatten(0, 1)[: len(x), : x.shape[1]]
+
+
+class _Product(torch.autograd.Function):
+    """A product in FP8, or one that adds the gradient of its weight to `main_grad`, or both."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, accumulates: bool) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.accumulates = weight, accumulates
-        return linear(x, weight)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        source: Tensor,
+        recipe: Recipe | None,
+        is_fused: bool,
+        accumulates: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(x, source)
+        ctx.weight, ctx.recipe, ctx.is_fused, ctx.accumulates = weight, recipe, is_fused, accumulates
+        if recipe is None:
+            return linear(x, source)
+        dtype = recipe.fp8_format.value[0]
+        rows = quantize(x.flatten(0, -2), 1, recipe.columns, dtype)
+        matrix = quantize(source, recipe.of_weights, recipe.columns, dtype)
+        return (rows @ matrix.t()).to(x.dtype).view(*x.shape[:-1], len(source))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        (x,) = ctx.saved_tensors
-        weight = ctx.weight
-        of_weight = grad.flatten(0, -2).float().t() @ x.flatten(0, -2).float()
-        if ctx.accumulates:
-            weight.main_grad.add_(of_weight)
-        else:
-            weight.main_grad.copy_(of_weight)
-        weight.grad_added_to_main_grad = True
-        return grad @ weight, torch.full_like(weight, torch.nan), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, source = ctx.saved_tensors
+        weight, recipe = ctx.weight, ctx.recipe
+        flat, of_rows, inputs = (one.flatten(0, -2).float() for one in (grad, grad, x))
+        matrix = source.float()
+        if recipe is not None:  # the sums are over another axis than in the forward pass
+            of_input, of_output = recipe.fp8_format.value
+            across = recipe.columns or 1
+            columns = recipe.columns and 1
+            of_rows = quantize(flat, 1, recipe.columns, of_output)
+            matrix = quantize(matrix, across, recipe.columns and recipe.of_weights, of_input)
+            flat, inputs = (
+                quantize(flat, across, columns, of_output),
+                quantize(inputs, across, columns, of_input),
+            )
+        of_x = (of_rows @ matrix).to(x.dtype).view(x.shape)
+        of_weight = None
+        if weight.requires_grad:
+            of_weight = flat.t() @ inputs
+            if ctx.is_fused:
+                (weight.main_grad.add_ if ctx.accumulates else weight.main_grad.copy_)(of_weight)
+                weight.grad_added_to_main_grad = True
+                of_weight = torch.full_like(weight, torch.nan)
+            of_weight = of_weight.to(weight.dtype)
+        return of_x, of_weight, None, None, None, None
 
 
 class _Gather(torch.autograd.Function):

@@ -1,0 +1,124 @@
+"""Adapters beside the weights of a rank: vLLM's own LoRA, whose buffers new adapters are written to in place.
+
+vLLM computes every request with the one adapter that this module registers. Its projections of queries, keys
+and values are one layer with an adapter for each; tensor ranks hold slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.lora.request import LoRARequest
+
+from hflow.engines.vllm.hf_mapping import checked, checkpoint_path, held_by_module
+from hflow.engines.vllm.quantized_layers import loaded_parameters
+from hflow.types.tensor_slices import Block, box_slices
+from hflow.weights.adapters import A, B, ScaledAdapters
+from hflow.weights.incoming import IncomingWeights
+from hflow.weights.loading import HeldBoxes, LoadedWeights, load_verified
+
+REQUEST = LoRARequest("adapter", 1, "adapter")
+"""Names the adapter in requests. vLLM would read its path only if it were not registered."""
+
+
+class HeldAdapters:
+    """The adapters of a rank, which are zero until others are loaded.
+
+    Args:
+        model_runner: vLLM's, of a model that it runs with LoRA.
+        r: rank of the adapters. vLLM's buffers may have a larger one; their other entries are zero.
+
+    Raises:
+        BackendError: if the model has a layer whose place in the checkpoint is unknown.
+    """
+
+    def __init__(self, model_runner: Any, r: int) -> None:
+        loras = model_runner.lora_manager
+        loras.add_dummy_lora(REQUEST, rank=1)
+        loras._adapter_manager.activate_adapter(REQUEST.lora_int_id)  # sets all buffers to 0
+        self._held = held_adapters(model_runner.get_model(), r, loras.lora_config.target_modules)
+
+    def load(self, incoming: IncomingWeights, scale: float) -> LoadedWeights:
+        """Write new adapters into the buffers, and check that these hold them.
+
+        Args:
+            incoming: the rank's.
+            scale: alpha / r. vLLM's matrix B has it as a factor.
+
+        Raises:
+            BackendError: if names or shapes differ from the model's.
+            RunError: if the buffers then hold others than were sent.
+        """
+        return load_verified(ScaledAdapters(incoming, scale), self._load, self._boxes)
+
+    @torch.inference_mode()
+    def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        for name, tensor in checked(weights, self._held):
+            held = self._held[name]
+            held.values.copy_(tensor[box_slices(held.box)])
+
+    def _boxes(self, name: str) -> HeldBoxes:
+        held = self._held.get(name)
+        return () if held is None else ((held.box, held.values),)
+
+
+def held_adapters(model: nn.Module, r: int, targets: Sequence[str]) -> dict[str, Block]:
+    """Return a rank's part of each adapter's matrices.
+
+    Args:
+        model: a rank's model, in vLLM's layers with LoRA.
+        r: rank of the adapters.
+        targets: the modules of the checkpoint that have adapters.
+    """
+    packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    held: dict[str, Block] = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, BaseLayerWithLoRA):
+            continue
+        layer: Any = module
+        weight = {"weight": loaded_parameters(layer.base_layer)["weight"]}
+        parts = held_by_module(layer.base_layer, checkpoint_path(model, path), weight, dict(packed))
+        buffers = zip(layer.lora_a_stacked, layer.lora_b_stacked, strict=True)
+        for part, (a, b) in zip(parts, buffers, strict=True):
+            name, (rows, columns), (num_rows, num_columns) = part.tensor, part.box, part.shape
+            path_of_part = name.removesuffix("weight")
+            if name.split(".")[-2] in targets:
+                num_held = rows[1] - rows[0]
+                for block in (
+                    Block(path_of_part + A, (r, num_columns), ((0, r), columns), a[0, 0, :r]),
+                    Block(path_of_part + B, (num_rows, r), (rows, (0, r)), b[0, 0, :num_held, :r]),
+                ):
+                    held[block.tensor] = block
+    return held
+
+
+def add_on_cpu(
+    _: Any,
+    y: Tensor,
+    x: Tensor,
+    lora_a_stacked: Sequence[Tensor],
+    lora_b_stacked: Sequence[Tensor],
+    scale: float,
+    output_slices: Sequence[int],
+    **__: Any,
+) -> None:
+    """Add the adapter's output to that of a layer, by two products for all tokens.
+
+    Replaces vLLM's, which on a CPU copies both matrices once for each token, as each could have another
+    adapter.
+
+    Args:
+        y: `[T, O]`, the output of the layer's parts side by side.
+        x: `[T, I]`.
+        lora_a_stacked: the matrix A of each part, `[1, 1, r, I]`.
+        lora_b_stacked: the matrix B of each part, `[1, 1, O of the part, r]`.
+        scale: the factor of the adapter's output.
+        output_slices: the size O of each part.
+    """
+    parts = y.split(list(output_slices), dim=-1)
+    for part, a, b in zip(parts, lora_a_stacked, lora_b_stacked, strict=True):
+        part.addmm_(x @ a[0, 0].T, b[0, 0].T, alpha=scale)

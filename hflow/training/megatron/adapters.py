@@ -1,0 +1,200 @@
+"""Low-rank adapters of megatron's linear layers, divided over tensor ranks as the matrices beside them.
+
+Megatron computes q, k and v, or gate and up, as one matrix. Each HF matrix has an adapter of its own all the
+same, as with peft, so that results and files are those of the torch backend.
+
+Only the r numbers of a token between the two matrices are exchanged. Where tensor ranks divide the outputs of
+a layer, each has all of A and its rows of B; where they divide the inputs, each has its columns of A and all
+of B. With sequence parallelism, a matrix that all ranks have computes a part of the tokens on each of them,
+and its gradients are summed with those of norms.
+
+Axes: U tokens, those of this rank with sequence parallelism; I inputs and O outputs of a layer on this rank;
+r rank of the adapters; n adapters of the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.functional import linear
+
+from hflow.training.megatron.hf_mapping import AdaptedLinear
+from hflow.training.megatron.layers import sum_gradient
+
+
+class OutputSpans(NamedTuple):
+    """The places of adapters' outputs in those of a layer, which consist of equal blocks."""
+
+    num_blocks: int
+    in_block: list[tuple[int, int]]
+    """`[start, stop)` of each adapter in every block."""
+
+    def views(self, output: Tensor) -> list[Tensor]:
+        """Return the part of each adapter in an output `[U, 1, O]`, as a view `[U, blocks, size]`."""
+        blocks = output.squeeze(1).unflatten(-1, (self.num_blocks, -1))
+        return [blocks[..., start:stop] for start, stop in self.in_block]
+
+
+class LinearAdapters(nn.Module):
+    """The adapters of a linear layer, which computes one or several HF matrices."""
+
+    def __init__(
+        self,
+        of: AdaptedLinear,
+        scale: float,
+        config: TransformerConfig,
+        tp_group: ProcessGroup,
+        copies: ProcessGroup | None,
+    ) -> None:
+        """Allocate weights without initialising them.
+
+        Args:
+            of: the layer.
+            scale: the factor of the adapters' output.
+            config: megatron's `TransformerConfig`.
+            tp_group: the tensor ranks.
+            copies: the tensor ranks that hold the same key-value head; None if each head is on one of them.
+        """
+        super().__init__()
+        self.scale, self.tp_group, self.copies = scale, tp_group, copies
+        self.divides_inputs, self.spans = of.divides_inputs, OutputSpans(of.num_blocks, [])
+        self.hf_modules: list[str] = []
+        """The HF modules that have adapters."""
+        self.sequence_parallel = config.sequence_parallel
+        self.is_on = True
+        for row in of.parameters:
+            name, (part,) = row.name.rpartition(".")[2], row.parts
+            weight: Any = nn.Parameter(torch.empty(row.shape, dtype=config.params_dtype))
+            if name.endswith("_A") == of.divides_inputs:  # tensor ranks divide it
+                set_tensor_model_parallel_attributes(weight, True, part.axis, 1)
+                weight.shared = row.is_copy  # excludes it from gradient norms
+            else:
+                weight.sequence_parallel = config.sequence_parallel
+            self.register_parameter(name, weight)
+        start = 0
+        for module, size in of.outputs:
+            stop = start + size // of.num_blocks
+            if f"{module}_A" in self._parameters:
+                self.hf_modules.append(module)
+                self.spans.in_block.append((start, stop))
+            start = stop
+
+    def forward(self, x: Tensor, output: Tensor) -> Tensor:
+        """Add to the layer's output `[U, 1, O]`, which may be overwritten, that of the adapters.
+
+        Args:
+            x: the layer's input, `[U, 1, I]`.
+            output: the layer's output without adapters.
+        """
+        low = linear(x.squeeze(1), torch.cat([self.get_parameter(f"{x}_A") for x in self.hf_modules]))
+        low = self._exchange(low * self.scale)
+        matrices = [self._output_matrix(module) for module in self.hf_modules]
+        if self.divides_inputs:  # a single matrix; the output may be a view, which cannot be overwritten
+            return output + linear(low, *matrices).unsqueeze(1)
+        return _add_products(output, low, self.spans, *matrices)
+
+    def _exchange(self, low: Tensor) -> Tensor:
+        """Return the numbers between the matrices, `[U, n r]`, of the tokens that the second ones need.
+
+        Gradients go the other way.
+        """
+        if self.divides_inputs:
+            exchange = (
+                reduce_scatter_to_sequence_parallel_region
+                if self.sequence_parallel
+                else reduce_from_tensor_model_parallel_region
+            )
+        else:
+            exchange = (
+                gather_from_sequence_parallel_region
+                if self.sequence_parallel
+                else copy_to_tensor_model_parallel_region
+            )
+        exchanged: Tensor = exchange(low, group=self.tp_group)
+        return exchanged
+
+    def _output_matrix(self, module: str) -> Tensor:
+        """Return B of an adapter, whose gradient is summed over the ranks that have the same rows."""
+        weight = self.get_parameter(f"{module}_B")
+        if self.copies is None or module not in ("k_proj", "v_proj"):
+            return weight
+        return sum_gradient(weight, self.copies)
+
+
+def add_adapters(stage: nn.Module, linears: Iterable[AdaptedLinear], scale: float) -> None:
+    """Add adapters without values to the layers of a stage, whose outputs they change from now on.
+
+    Args:
+        stage: megatron's module of a stage.
+        linears: the layers.
+        scale: the factor of the adapters' output.
+    """
+    for of in linears:
+        layer: Any = stage.get_submodule(of.name)
+        copies = getattr(layer, "copies", None)
+        layer.adapters = LinearAdapters(of, scale, stage.config, layer.tp_group, copies)
+        layer.register_forward_hook(_add_output)
+
+
+def _add_output(layer: Any, args: tuple[Tensor, ...], result: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    """Return a layer's result, an output and a bias still to add, with the adapters' output added."""
+    output, bias = result
+    return (layer.adapters(args[0], output) if layer.adapters.is_on else output), bias
+
+
+class _AddProducts(torch.autograd.Function):
+    """Adds the products of adapters to their parts of an output, one after the other.
+
+    All together would take the memory of the output, and as much again in the order of its blocks.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, low: Tensor, spans: OutputSpans, *matrices: Tensor) -> Tensor:
+        ctx.spans = spans
+        ctx.mark_dirty(output)
+        ctx.save_for_backward(low, *matrices)
+        parts, rows = spans.views(output), low.chunk(len(matrices), dim=-1)
+        for part, row, matrix in zip(parts, rows, matrices, strict=True):
+            part.add_(linear(row, matrix).view_as(part))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        low, *matrices = ctx.saved_tensors
+        of_low = torch.empty_like(low)
+        of_matrices = []
+        rows, of_rows = (x.chunk(len(matrices), dim=-1) for x in (low, of_low))
+        for part, row, of_row, matrix in zip(ctx.spans.views(grad), rows, of_rows, matrices, strict=True):
+            of_product = part.flatten(-2)
+            of_row.copy_(of_product @ matrix)
+            of_matrices.append(of_product.t() @ row)
+        return grad, of_low, None, *of_matrices
+
+
+_add_products: Callable[..., Tensor] = _AddProducts.apply
+
+
+@contextmanager
+def adapters_off(stage: nn.Module) -> Iterator[None]:
+    """Let a stage compute without its adapters."""
+    adapters = [module for module in stage.modules() if isinstance(module, LinearAdapters)]
+    for module in adapters:
+        module.is_on = False
+    try:
+        yield
+    finally:
+        for module in adapters:
+            module.is_on = True

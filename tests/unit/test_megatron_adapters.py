@@ -1,0 +1,175 @@
+"""Adapters with megatron: they compute as peft's do, and train and are saved as by torch in one process."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import megatron_twins as twins
+import numpy as np
+import pytest
+import ranks
+import torch
+import torch_kit as kit
+from late_megatron import megatron
+from peft import LoraConfig as PeftConfig
+from peft import PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from hflow.base.errors import BackendError
+from hflow.config.schema import LoraConfig
+from hflow.models.settings import RankPosition
+from hflow.training.interface import TrainShard
+
+FP32 = [name for name, twin in twins.ADAPTER_TWINS.items() if twin.dtype == "fp32"]
+BF16 = [name for name, twin in twins.ADAPTER_TWINS.items() if twin.dtype == "bf16"]
+SAVED = [name for name in FP32 if twins.ADAPTER_TWINS[name].node == "adapters"]
+BATCH = kit.make_batch(kit.LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("adapters")
+    twins.save_checkpoint(path / "checkpoint")
+    ranks.start(twins.train_adapters, (str(path),), 4)
+    return path
+
+
+def adapted(base: Path, **changes):
+    options = {"path": str(base), "architecture": None, "lora": LoraConfig(r=4, alpha=8)}
+    settings = dataclasses.replace(kit.SETTINGS, **options | changes)
+    return megatron("backend").MegatronModel(settings, RankPosition())
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("base")
+    kit.model().save(str(path))()
+    return path
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_logits_and_gradients_are_those_of_peft(base, rslora):
+    """The log-probs and the gradient of their sum, with the same random adapters in peft's own model."""
+    backend = adapted(base, lora=LoraConfig(r=4, alpha=8, rslora=rslora))
+    theirs = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base),
+        PeftConfig(r=4, lora_alpha=8, use_rslora=rslora, target_modules="all-linear", task_type="CAUSAL_LM"),
+    )
+    named = {name: x for name, x in theirs.named_parameters() if x.requires_grad}
+    ours = kit.weights(backend)
+    assert ours.keys() == {name.removeprefix("base_model.model.").replace(".default", "") for name in named}
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for x in named.values():
+            x.copy_(torch.randn(x.shape, generator=generator) * 0.1)
+        for block in backend.blocks():
+            block.values.copy_(their(block.tensor, named))
+    batch = BATCH.take([4])
+    ids, mask = (torch.tensor(batch.columns[name].values) for name in ("input_ids", "loss_mask"))
+    logprobs = theirs(ids[None]).logits[0].log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0]
+    (result,) = backend.infer(kit.LOGPROBS, [batch])
+    np.testing.assert_allclose(result.columns["result"].values[mask], logprobs[mask[1:]].detach(), atol=1e-5)
+    (-logprobs[mask[1:]].sum()).backward()
+    gradients = {}
+    optimizer = backend._optimizer
+    norm = optimizer.gradient_norm
+
+    def keep() -> float:
+        named_parameters = backend._stage.module.named_parameters()
+        values = {name: x.main_grad.clone() for name, x in named_parameters if x.requires_grad}
+        gradients.update(megatron("weight_export").named_weights(backend._stage, values=values))
+        return norm()
+
+    optimizer.gradient_norm = keep
+    nll = kit.call(lambda out: -out.logprobs, "token", [], reduce="token-sum/1")
+    metrics = backend.train(nll, [TrainShard((batch,))], 0)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, their(name, named).grad, atol=1e-5, rtol=1e-4)
+    wanted = torch.nn.utils.get_total_norm([x.grad for x in named.values()])
+    assert metrics["grad_norm"] == pytest.approx(float(wanted), rel=1e-4)
+
+
+def their(name: str, named: dict[str, torch.nn.Parameter]) -> torch.nn.Parameter:
+    """Return peft's parameter of the name of ours."""
+    return named[f"base_model.model.{name.replace('.weight', '.default.weight')}"]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_adapters_can_be_turned_off(base, dtype):
+    backend = adapted(base, dtype=dtype)
+    frozen = dataclasses.replace(backend.settings, name="ref", lora=None, trainable=False)
+    plain = logprobs(megatron("backend").MegatronModel(frozen, RankPosition()))
+    np.testing.assert_array_equal(logprobs(backend), plain)  # B is 0
+    ref = backend.without_adapters(frozen)
+    before = kit.weights(backend)
+    for step in (0, 1):
+        backend.train(kit.CALLS["token-mean"], kit.whole(BATCH), step)
+    assert all(not torch.equal(x, before[name]) for name, x in kit.weights(backend).items())
+    changed = logprobs(backend)
+    assert np.abs(changed - plain).max() > 1e-3
+    np.testing.assert_array_equal(logprobs(ref), plain)
+    np.testing.assert_array_equal(logprobs(backend), changed)
+    with pytest.raises(BackendError, match="frozen"):
+        ref.train(kit.CALLS["token-mean"], kit.whole(BATCH), 1)
+
+
+def logprobs(backend) -> np.ndarray:
+    (result,) = backend.infer(kit.LOGPROBS, [BATCH])
+    return result.columns["result"].values
+
+
+# ------------------------------------------------------------------------------- ranks
+def results(directory: Path, name: str) -> list[tuple[list[dict], dict]]:
+    """Metrics and weights of each rank."""
+    num_ranks = twins.ADAPTER_TWINS[name].num_ranks
+    return [torch.load(directory / f"{name}.{rank}.pt", weights_only=False) for rank in range(num_ranks)]
+
+
+@pytest.mark.parametrize("name", FP32)
+def test_training_equals_torch_in_one_process(directory, name):
+    twin = twins.ADAPTER_TWINS[name]
+    wanted = twins.expected(twin.node, "fp32", directory / "checkpoint")
+    for rank, (metrics, weights) in enumerate(results(directory, name)):
+        if rank in twin.heads:
+            for got, expected in zip(metrics, wanted.metrics, strict=True):
+                assert twins.comparable(got) == pytest.approx(expected, rel=2e-5, abs=1e-6)
+        assert weights.keys() == wanted.weights.keys()
+        for key, tensor in wanted.weights.items():
+            torch.testing.assert_close(weights[key], tensor, atol=5e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", BF16)
+def test_bf16_equals_torch_up_to_its_precision(directory, name):
+    twin = twins.ADAPTER_TWINS[name]
+    wanted = twins.expected(twin.node, "bf16", directory / "checkpoint")
+    start = twins.initial_weights(twin.node, directory / "checkpoint")
+    for _, weights in results(directory, name):
+        assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+        there, here = (
+            torch.cat([(x[n].float() - start[n]).flatten() for n in start]) for x in (weights, wanted.weights)
+        )
+        assert torch.cosine_similarity(there, here, dim=0) > 0.95
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_files_are_those_of_torch(directory, tmp_path, name):
+    """The adapter that any layout saves has the names and the configuration of torch's, and is merged."""
+    saved, checkpoint = directory / f"{name} saved", directory / "checkpoint"
+    changes = twins.settings(twins.Twin("adapters"), checkpoint)
+    kit.model(**changes).save(str(tmp_path))()
+    config, theirs = (json.loads((path / "adapter_config.json").read_text()) for path in (saved, tmp_path))
+    assert config == theirs
+    ours = load_file(saved / "adapter_model.safetensors")
+    assert ours.keys() == load_file(tmp_path / "adapter_model.safetensors").keys()
+    _, weights = results(directory, name)[0]
+    for key, tensor in weights.items():
+        assert torch.equal(ours[f"base_model.model.{key}"], tensor)
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(changes["path"]), saved)
+    wanted = model.merge_and_unload().state_dict()
+    merged = AutoModelForCausalLM.from_pretrained(saved / "merged").state_dict()
+    assert merged.keys() == wanted.keys()
+    for key, tensor in merged.items():
+        torch.testing.assert_close(tensor, wanted[key], atol=1e-6, rtol=0)
