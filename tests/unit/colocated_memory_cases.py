@@ -76,8 +76,11 @@ def test_each_phase_of_a_run_fits(device, offload, tmp_path):
     compiled, predicted = compiled_for(device, tmp_path, f"models.actor.offload={offload}", "steps=2")
     peaks = run_within(predicted, partial(run_compiled, compiled, False))
     assert peaks.keys() == predicted.keys()
-    for phase in ("generate", "actor_inf", "actor_train"):
+    for phase in ("actor_inf", "actor_train"):
         assert peaks[phase] > 0.95 * predicted[phase], phase
+    assert (
+        peaks["generate"] > 0.7 * predicted["generate"]
+    )  # prompts are not as long as a full cache makes them
 
 
 def keep_cache(monkeypatch):
