@@ -8,7 +8,17 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from hflow.graph.field_table import UNIT_NAMES
-from hflow.types import Engine, Image, Output, Sequences, State, TensorDict, Tokenizer, Unit
+from hflow.types import (
+    Engine,
+    Image,
+    Output,
+    SeparateSequences,
+    Sequences,
+    State,
+    TensorDict,
+    Tokenizer,
+    Unit,
+)
 from hflow.types.units import Provided
 
 Form = Literal["tensor", "sample", "group", "weights"]
@@ -28,6 +38,7 @@ PROVIDED_TYPES: dict[Any, str] = {
     Engine: "engine",
     Output: "output",
     Sequences: "sequences",
+    SeparateSequences: "separate_sequences",
     Tokenizer: "tokenizer",
     State: "state",
 }

@@ -378,7 +378,7 @@ def define(
 
 def _provided_kinds(kind: NodeType) -> tuple[str, ...]:
     """Return the kinds of parameters that are provided; those of whole batches exist for batches only."""
-    batch_only = {"sequences", "state", "tensordict"}
+    batch_only = {"sequences", "separate_sequences", "state", "tensordict"}
     return kind.provides if kind.form == "tensor" else tuple(set(kind.provides) - batch_only)
 
 

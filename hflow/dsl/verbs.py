@@ -167,7 +167,7 @@ class Infer(NodeType):
     runs_as: ClassVar[str] = "infer"
     num_models: ClassVar[tuple[int, int | None]] = (1, 1)
     options: ClassVar[Options] = options_of(InferOptions)
-    provides: ClassVar[tuple[str, ...]] = ("output", "sequences", "tensordict")
+    provides: ClassVar[tuple[str, ...]] = ("output", "sequences", "separate_sequences", "tensordict")
     needs: ClassVar[tuple[str, ...]] = ("output",)
 
     @typed_options
@@ -204,7 +204,7 @@ class Train(NodeType):
     options: ClassVar[Options] = {"returns": Option("None | str | tuple[str, ...]")} | options_of(
         TrainOptions
     )
-    provides: ClassVar[tuple[str, ...]] = ("output", "sequences", "tensordict")
+    provides: ClassVar[tuple[str, ...]] = ("output", "sequences", "separate_sequences", "tensordict")
     needs: ClassVar[tuple[str, ...]] = ("output",)
 
     @typed_options

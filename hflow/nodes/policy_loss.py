@@ -22,7 +22,7 @@ from typing import Any, Literal
 from hflow.dsl import checked_by
 from hflow.dsl.bodies import BodyCheck
 from hflow.dsl.lazy import algo
-from hflow.types import Metrics, Output, PerSequence, PerToken, Sequences, Tensor
+from hflow.types import Metrics, Output, PerSequence, PerToken, SeparateSequences, Sequences, Tensor
 
 Surrogate = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 """Takes a `PolicyBatch` and, by name, its own inputs and knobs. Returns the loss and metrics."""
@@ -84,7 +84,7 @@ def _correct_tokens(
     behav_logprobs: PerToken,
     prox_logprobs: PerToken,
     advantages: PerToken,
-    seqs: Sequences,
+    seqs: SeparateSequences,
     ref_logprobs: PerToken | None = None,
     behav_weights: PerToken | None = None,
     entropy_weights: PerToken | None = None,

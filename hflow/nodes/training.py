@@ -14,7 +14,7 @@ from hflow.nodes.policy_loss import (
     sequence_loss,
     token_loss,
 )
-from hflow.types import Metrics, Output, PerGroup, PerSequence, PerToken, Sequences, Tensor
+from hflow.types import Metrics, Output, PerGroup, PerSequence, PerToken, SeparateSequences, Sequences, Tensor
 
 
 def _check_dual_clip(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
@@ -85,7 +85,7 @@ def cispo_train(
 @token_loss(more_than_zero("tau_positive", "tau_negative"))
 def sapo_train(
     policy: PolicyBatch,
-    seqs: Sequences,
+    seqs: SeparateSequences,
     *,
     tau_positive: float = 1.0,
     tau_negative: float = 1.05,
@@ -171,7 +171,7 @@ def _check_vespo(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None
 @token_loss(_check_vespo)
 def vespo_train(
     policy: PolicyBatch,
-    seqs: Sequences,
+    seqs: SeparateSequences,
     *,
     k_positive: float = 2.0,
     lambda_positive: float = 3.0,

@@ -3,7 +3,7 @@
 from hflow.types.engine import Endpoint, Engine, EpisodeState, State, Tokenizer
 from hflow.types.image import Image
 from hflow.types.output import Output
-from hflow.types.sequences import Sequences
+from hflow.types.sequences import SeparateSequences, Sequences
 from hflow.types.trajectory import STOP_REASONS, ToolCall, Trajectory
 from hflow.types.units import (
     Json,
@@ -31,6 +31,7 @@ __all__ = [
     "PerGroup",
     "PerSequence",
     "PerToken",
+    "SeparateSequences",
     "Sequences",
     "State",
     "Tensor",

@@ -178,3 +178,10 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
     import torch
 
     return x.dtype if x.is_floating_point() else torch.int64
+
+
+class SeparateSequences(Sequences):
+    """`Sequences` for a body that combines the tokens of each sequence, but no sequences with each other.
+
+    As an annotation it lets the samples of a group be on different ranks.
+    """

@@ -49,7 +49,8 @@ class Engine:
         worker.get_draft_model = worker.synchronize_device = lambda: None
         self.stepper = object.__new__(VllmStepper)
         self.stepper._settings, self.stepper._engine = SimpleNamespace(sleeps=True), worker
-        self.stepper._has_weights, self.stepper._requests, self.stepper._finished = True, {}, []
+        self.stepper._has_weights, self.stepper._lora = True, None
+        self.stepper._requests, self.stepper._finished = {}, []
 
 
 @pytest.fixture

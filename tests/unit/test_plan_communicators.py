@@ -41,11 +41,14 @@ def uses(plan: Plan, worker: int) -> dict[str, int]:
 
 
 def test_no_collective_connects_ranks_that_no_other_does():
-    """To send to one rank, or from one, NCCL makes messages, with buffers for each pair."""
+    """To send to one rank, or from one, NCCL makes messages, with buffers for each pair.
+
+    Updates of whole matrices need that: each has an owner. `docs/optimizers.md` says so.
+    """
     pattern = re.compile(r"\bdist\.(gather|gather_object|scatter|scatter_object_list|all_to_all\w*)\(")
     package = Path(__file__).parents[2] / "hflow"
     found = [path.name for path in package.rglob("*.py") if pattern.search(path.read_text())]
-    assert found == []
+    assert found == ["whole_matrices.py"]
 
 
 A100 = NcclLinks(domain=8, channels=24, network_channels=2, switch_channels=0)

@@ -164,7 +164,7 @@ def bind_batch(
         else:
             arguments[read.parameter] = _argument(read, column_of_read(read, batch), seqs)
     arguments.update((name, make_tensordict(entries, len(seqs))) for name, entries in members.items())
-    provided = {"output": output, "sequences": seqs}
+    provided = {"output": output, "sequences": seqs, "separate_sequences": seqs}
     arguments.update((name, provided[kind]) for name, kind in signature.provided if kind in provided)
     return arguments
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hflow.engines.embedded import memory
 from hflow.engines.embedded.families import THROUGH_MODULES, own_forward_objection
-from hflow.planner.forecast.memory.parts import too_small_cache
+from hflow.planner.forecast.memory.cache_size import too_small_cache
 from hflow.planner.models.descriptors import EngineKind, ServedModel, Variation
 from hflow.planner.plan.traits import BackendTraits
 from hflow.shapes.architectures import DENSE_FAMILIES

@@ -15,7 +15,8 @@ from packaging.version import Version
 
 from hflow.base.devices import is_gpu
 from hflow.engines.vllm.memory import smallest_cache
-from hflow.planner.forecast.memory.parts import QUANTIZED_ROWS, too_small_cache
+from hflow.planner.forecast.memory.cache_size import too_small_cache
+from hflow.planner.forecast.memory.parts import QUANTIZED_ROWS
 from hflow.planner.models.descriptors import InstallProblem, ServedModel
 from hflow.planner.plan.request import trained_shape
 from hflow.planner.plan.traits import traits

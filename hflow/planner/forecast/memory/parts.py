@@ -7,8 +7,7 @@ the run allows. A prompt that a group shares counts for every sample, as the gro
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -17,15 +16,13 @@ from hflow.graph.ir import Node
 from hflow.graph.queries import keeps_groups_whole, root_stream
 from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
 from hflow.planner.plan.forecast import MemoryCategory
-from hflow.planner.plan.hardware import GIB
 from hflow.planner.plan.rows import BatchCut, Plan, ScheduledStream
 from hflow.planner.plan.workload import Workload
 from hflow.planner.weights.sharding import padded_units
 from hflow.types import Unit
 
 if TYPE_CHECKING:
-    from hflow.planner.models.descriptors import ServedModel
-    from hflow.shapes.model_shape import ModelShape
+    pass
 
 
 class ItemKey(NamedTuple):
@@ -228,27 +225,6 @@ def fitting_cache(block: int, wanted: int, available: int, smallest: int) -> int
         smallest: bytes of the smallest cache with which the engine starts.
     """
     return max(block * min(1 + wanted, available // block), smallest)
-
-
-def too_small_cache(
-    served: ServedModel, shape: ModelShape, smallest_cache: Callable[[Rank], int]
-) -> Iterator[str]:
-    """Yield a reason where the configured cache of an engine does not hold the longest sequence.
-
-    Args:
-        served: the model.
-        shape: the model's sizes.
-        smallest_cache: bytes of the smallest cache on a rank with which the engine starts.
-    """
-    gen = served.config.gen
-    rank = Rank(served.replica, shape, served.config, 0, True, served.cluster.device == "cpu")
-    if gen.cache_gib is not None and round(gen.cache_gib * GIB) < (smallest := smallest_cache(rank)):
-        key = f"models.{served.replica.model}.gen.cache_gib"
-        fitting = math.ceil(smallest / GIB * 1000) / 1000
-        yield (
-            f"{key} is {gen.cache_gib:g}, but a sequence of max_model_len {gen.max_model_len} needs "
-            f"{fitting:g} GiB. Set {key}={fitting:g} or more, or a smaller max_model_len."
-        )
 
 
 def cache_bytes_per_token(rank: Rank) -> int:
