@@ -174,6 +174,10 @@ def test_routes_have_the_adapters_alone():
             {"backend": "megatron", "kernels": "transformer_engine"},
             r"kernels is transformer_engine, but adapters are added .* set models\.actor\.kernels=torch",
         ),
+        (
+            {"backend": "megatron", "fp8": "blockwise"},
+            r"fp8 is blockwise, but adapters are added .* set models\.actor\.fp8=null",
+        ),
     ],
 )
 def test_what_adapters_are_refused_for(changes, message):
