@@ -334,5 +334,4 @@ def test_planned_buffers_of_muon_are_those_that_are_allocated(architecture, dtyp
         shard.grad = torch.randn_like(shard)
     measured = memory_kit.peak(lambda: backend._optimizer._update_matrices([backend._optimizer._optimizer]))
     planned = memory_kit.rank(memory_kit.shape_of(architecture), optim=optim, dtype=dtype)
-    # After some other tests of the process, one more batch of matrices is held, for an unknown reason.
-    assert planned.update_buffers == pytest.approx(measured, rel=0.25)
+    assert planned.update_buffers == pytest.approx(measured, rel=0.05)

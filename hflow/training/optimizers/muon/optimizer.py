@@ -32,10 +32,13 @@ def orthogonalize(x: Tensor) -> Tensor:
     is_tall = x.shape[-2] > x.shape[-1]
     x = x.mT if is_tall else x
     x.div_(torch.linalg.matrix_norm(x, keepdim=True).clamp_(min=EPS))
+    other, gram = x.new_empty(x.shape), x.new_empty(*x.shape[:2], x.shape[1])
+    polynomial = torch.empty_like(gram)
     for _ in range(NUM_ITERATIONS):
-        gram = torch.bmm(x, x.mT)
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, polynomial, x, beta=a)
+        torch.bmm(x, x.mT, out=gram)
+        torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
+        torch.baddbmm(x, polynomial, x, beta=a, out=other)
+        x, other = other, x
     return x.mT if is_tall else x
 
 
@@ -74,7 +77,7 @@ class GroupMuon(BaseOptimizer):
         super().__init__(groups, lr=lr, betas=betas, eps=eps)
         self._momentum, self._nesterov = momentum, nesterov
 
-    whole_update = staticmethod(orthogonalize)  # no other frame shall hold the matrices meanwhile
+    whole_update = staticmethod(orthogonalize)
 
     @torch.no_grad()
     def begin_step(self) -> None:
