@@ -3,11 +3,11 @@
 import dataclasses
 
 import numpy as np
+import peft_kit
 import pytest
 import torch
 import torch_kit as kit
-from peft import LoraConfig as PeftConfig
-from peft import PeftModel, get_peft_model
+from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -53,34 +53,20 @@ def frozen(settings):
 def test_forward_and_gradients_are_those_of_peft(base, rslora):
     """The log-probs and the gradient of their sum, with the same random adapters in peft's own model."""
     backend = adapted(base, lora=dataclasses.replace(LORA, rslora=rslora))
-    theirs = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(base),
-        PeftConfig(r=4, lora_alpha=8, use_rslora=rslora, target_modules="all-linear", task_type="CAUSAL_LM"),
-    )
-    named = {name: x for name, x in theirs.named_parameters() if x.requires_grad}
-    ours = kit.weights(backend)
-    assert ours.keys() == {name.removeprefix("base_model.model.").replace(".default", "") for name in named}
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for x in named.values():
-            x.copy_(torch.randn(x.shape, generator=generator) * 0.1)
-        for block in backend.blocks():
-            block.values.copy_(
-                named[f"base_model.model.{block.tensor.replace('.weight', '.default.weight')}"]
-            )
-    nll = kit.call(lambda out: -out.logprobs, "token", [], reduce="token-sum/1")
-    shard = [TrainShard((BATCH.take([4]),))]
-    ids, mask = (torch.tensor(BATCH.take([4]).columns[name].values) for name in ("input_ids", "loss_mask"))
-    theirs_logprobs = theirs(ids[None]).logits[0].log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0]
-    wanted = theirs_logprobs[mask[1:]]
-    (result,) = backend.infer(kit.LOGPROBS, [BATCH.take([4])])
-    np.testing.assert_allclose(result.columns["result"].values[mask], wanted.detach(), atol=1e-5)
+    theirs = peft_kit.twin(backend, base, rslora=rslora)
+    named = peft_kit.adapters(theirs)
+    batch = BATCH.take([4])
+    wanted = peft_kit.learned_logprobs(theirs, batch)
+    (result,) = backend.infer(kit.LOGPROBS, [batch])
+    learned = result.columns["result"].values[batch.columns["loss_mask"].values]
+    np.testing.assert_allclose(learned, wanted.detach(), atol=1e-5)
     (-wanted.sum()).backward()
     norm = torch.nn.utils.get_total_norm([x.grad for x in named.values()])
     gradients = []
     step, optimizer = backend._optimizer.step, backend._optimizer
     optimizer.step = lambda norm: (gradients.extend(x.grad.clone() for x in optimizer._weights), step(norm))
-    metrics = backend.train(nll, shard, 0)
+    nll = kit.call(lambda out: -out.logprobs, "token", [], reduce="token-sum/1")
+    metrics = backend.train(nll, [TrainShard((batch,))], 0)
     assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
     for gradient, x in zip(gradients, named.values(), strict=True):
         torch.testing.assert_close(gradient, x.grad, atol=1e-5, rtol=1e-4)

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import megatron_twins as twins
 import numpy as np
+import peft_kit
 import pytest
 import ranks
 import torch
 import torch_kit as kit
 from late_megatron import megatron
-from peft import LoraConfig as PeftConfig
-from peft import PeftModel, get_peft_model
+from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -54,25 +54,14 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_logits_and_gradients_are_those_of_peft(base, rslora):
     """The log-probs and the gradient of their sum, with the same random adapters in peft's own model."""
     backend = adapted(base, lora=LoraConfig(r=4, alpha=8, rslora=rslora))
-    theirs = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(base),
-        PeftConfig(r=4, lora_alpha=8, use_rslora=rslora, target_modules="all-linear", task_type="CAUSAL_LM"),
-    )
-    named = {name: x for name, x in theirs.named_parameters() if x.requires_grad}
-    ours = kit.weights(backend)
-    assert ours.keys() == {name.removeprefix("base_model.model.").replace(".default", "") for name in named}
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for x in named.values():
-            x.copy_(torch.randn(x.shape, generator=generator) * 0.1)
-        for block in backend.blocks():
-            block.values.copy_(their(block.tensor, named))
+    theirs = peft_kit.twin(backend, base, rslora=rslora)
+    named = peft_kit.adapters(theirs)
     batch = BATCH.take([4])
-    ids, mask = (torch.tensor(batch.columns[name].values) for name in ("input_ids", "loss_mask"))
-    logprobs = theirs(ids[None]).logits[0].log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0]
+    logprobs = peft_kit.learned_logprobs(theirs, batch)
     (result,) = backend.infer(kit.LOGPROBS, [batch])
-    np.testing.assert_allclose(result.columns["result"].values[mask], logprobs[mask[1:]].detach(), atol=1e-5)
-    (-logprobs[mask[1:]].sum()).backward()
+    learned = result.columns["result"].values[batch.columns["loss_mask"].values]
+    np.testing.assert_allclose(learned, logprobs.detach(), atol=1e-5)
+    (-logprobs.sum()).backward()
     gradients = {}
     optimizer = backend._optimizer
     norm = optimizer.gradient_norm
@@ -87,14 +76,9 @@ def test_logits_and_gradients_are_those_of_peft(base, rslora):
     nll = kit.call(lambda out: -out.logprobs, "token", [], reduce="token-sum/1")
     metrics = backend.train(nll, [TrainShard((batch,))], 0)
     for name, gradient in gradients.items():
-        torch.testing.assert_close(gradient, their(name, named).grad, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(gradient, named[name].grad, atol=1e-5, rtol=1e-4)
     wanted = torch.nn.utils.get_total_norm([x.grad for x in named.values()])
     assert metrics["grad_norm"] == pytest.approx(float(wanted), rel=1e-4)
-
-
-def their(name: str, named: dict[str, torch.nn.Parameter]) -> torch.nn.Parameter:
-    """Return peft's parameter of the name of ours."""
-    return named[f"base_model.model.{name.replace('.weight', '.default.weight')}"]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
