@@ -92,7 +92,8 @@ def to_spec(node: Definition[..., Any]) -> NodeSpec:
 def _combines_members(node: Definition[..., Any]) -> bool:
     """Return whether a body of micro-batches needs whole groups, which no parameter or result says."""
     returns_groups = any(returned.unit is Unit.GROUP for returned in node.results.fields)
-    has_sequences = any(provided == "sequences" for _, provided in node.signature.provided)
+    kinds = {kind for _, kind in node.signature.provided}
+    has_sequences = not kinds.isdisjoint(("sequences", "separate_sequences"))
     is_of_microbatches = node.kind.runs_as in ("infer", "train") and has_sequences
     return is_of_microbatches and not returns_groups and reads_group_members(node.body)
 

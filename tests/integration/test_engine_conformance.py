@@ -194,14 +194,14 @@ def merged(
 
 
 def sent(architecture: str, seed: int) -> dict[str, torch.Tensor]:
-    """Return what a trainer sends of a model, by name."""
+    """Return the tensors of a model that a trainer sends, by name."""
     if architecture in ADAPTED:
         return adapters(architecture, seed)
     return named_weights(reference(architecture, seed))
 
 
 def weights_of(architecture: str, seed: int) -> IncomingWeights:
-    """Return what a trainer sends of a model, as an engine's rank receives it."""
+    """Return the tensors of a model that a trainer sends, as the weights that a rank receives."""
     return IncomingWeights.of_tensors(partial(list, list(sent(architecture, seed).items())))
 
 

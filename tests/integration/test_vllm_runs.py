@@ -118,7 +118,7 @@ def test_tensor_ranks_merge_the_adapters_of_megatrons(tmp_path: Path, two_proces
 @pytest.mark.long
 @pytest.mark.parametrize("transport", ["collective", "shared", "disk"])
 def test_a_sync_in_the_middle_of_answers(transport: str, tmp_path: Path, two_processes: RayActors) -> None:
-    """Of the weights, or by files of adapters, which the engine has beside its weights."""
+    """New versions are whole weights, or files of adapters that the engine has beside its weights."""
     options = [*LONG, "steps=5", f"models.actor.gen.transport={transport}"]
     if transport == "disk":
         options += [

@@ -419,7 +419,7 @@ def test_saved_activations_come_back_from_memory_that_is_pinned_once(device):
 
 
 def sent_in_shared_memory(device, target):
-    """Send 0 to 11 to an engine on a target; return what arrives, and the number of pinned places."""
+    """Send 0 to 11 to an engine on a target; return the arrived numbers, and the number of pinned places."""
     before = pretend_device.pinned_by_address()
     values = torch.arange(12.0, device=device)
     settings = ChannelSettings("shared", "a-0", "")

@@ -10,6 +10,7 @@ from hflow.dsl import apply_overrides, load_recipe
 from hflow.graph.build import build_graph
 from hflow.graph.edges import nodes_after_batch, same_step_order
 from hflow.graph.ir import Edge, EdgeKind, Graph, Read, Stream
+from hflow.graph.queries import keeps_groups_whole
 from hflow.graph.render import render_text, stages
 from hflow.planner.plan.staleness import max_lag
 from hflow.types import Unit
@@ -171,12 +172,15 @@ recipe = Recipe("sums", Dataset(prompt=Text), [use(nodes.actor_gen, actor), scor
 """
 
 
+@pytest.mark.parametrize("annotation", ["Sequences", "SeparateSequences"])
 @pytest.mark.parametrize(("called", "is_read"), [("group_sum", True), ("members", True), ("mean", False)])
-def test_a_body_that_sums_over_groups_reads_them(tmp_path, called, is_read):
-    (tmp_path / "sums.py").write_text(SUMS.replace("SUM", called))
-    graph = build_graph(load_recipe(tmp_path / "sums.py").spec())
-    reads = [read for read in graph.node("loss").reads if read.field == "group"]
+def test_a_body_that_sums_over_groups_reads_them(tmp_path, called, is_read, annotation):
+    body = SUMS.replace("SUM", called).replace("seqs: Sequences", f"seqs: {annotation}")
+    (tmp_path / "sums.py").write_text(f"from hflow.types import SeparateSequences\n{body}")
+    node = build_graph(load_recipe(tmp_path / "sums.py").spec()).node("loss")
+    reads = [read for read in node.reads if read.field == "group"]
     assert bool(reads) == is_read
+    assert keeps_groups_whole(node) == (is_read or annotation == "Sequences")
 
 
 def test_a_listed_actor_inf_replaces_the_implied_one():

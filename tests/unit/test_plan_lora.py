@@ -61,7 +61,7 @@ def test_weights_are_in_the_compute_dtype_and_only_adapters_have_moments():
 
 
 def test_tensor_ranks_of_megatron_divide_one_matrix_of_each_adapter():
-    """Of q, k, v, gate and up B, of o and down A, on 2 ranks; both weights and optimizer state follow."""
+    """Ranks divide B of q, k, v, gate and up, and A of o and down, with their optimizer state."""
     whole = 4 * 4 * (5 * 64 + 2 * 64)  # A of the five that read 64 inputs, B of the two that write 64
     held = whole + (ADAPTERS - whole) // 2
     bf16 = rank(layout="t2", backend="megatron", lora=LORA, dtype="bf16")

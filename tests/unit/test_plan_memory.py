@@ -382,7 +382,7 @@ def test_the_largest_batch_of_a_vllm_cache():
 
 
 def test_the_pages_of_an_embedded_engine_on_a_gpu():
-    """As large as the longest sequences need, within nine tenths of the memory, but at least one sequence."""
+    """The pool holds the longest sequences within 90 % of the memory, and at least one sequence."""
 
     def on_gpu(**asked):
         return rank(

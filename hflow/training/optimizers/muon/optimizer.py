@@ -50,8 +50,8 @@ class GroupMuon(BaseOptimizer):
     result U is scaled to the size of AdamW's updates, so that both have one learning rate (Liu et al. 2025,
     "Muon is scalable for LLM training"): `w = (1 - lr d) w - lr 0.2 sqrt(max(rows, columns)) U`.
 
-    `begin_step` replaces the gradients of matrices by directions. Whoever knows whole matrices replaces these
-    by updates, of `whole_update` and `scale`, before `step`.
+    `begin_step` replaces the gradients of matrices by directions. `WholeMatrices` replaces these by updates,
+    with `whole_update` and `scale`, before `step`.
     """
 
     def __init__(
