@@ -45,7 +45,8 @@ HEADER = Header(
 class Lives:
     """Lives of one group after the other, told to a ledger where there is one."""
 
-    def __init__(self, ledger: Ledger | None) -> None:
+    def __init__(self, ledger: Ledger | None, batch: int = BATCH) -> None:
+        self._batch = batch
         self._issued: Callable[..., Any] = ledger.record_issued if ledger else _ignore
         self._reported: Callable[..., Any] = ledger.record_result if ledger else _ignore
         self._decided: Callable[..., Any] = ledger.record_instruction if ledger else _ignore
@@ -55,7 +56,7 @@ class Lives:
         """One group's life."""
         group = self.num_groups
         self.num_groups += 1
-        step = group // BATCH
+        step = group // self._batch
         version = max(0, step - 1)
         samples = tuple(range(group * GROUP, (group + 1) * GROUP))
         self._issued(OpenGroup("gen", group, samples), group, 0, version)
@@ -66,10 +67,10 @@ class Lives:
             self._reported(ComputeReady("score", sample, True, 1.0))
         self._reported(ComputeReady("advantage", group))
         self._decided(Accept("gen", group, samples))
-        if self.num_groups % BATCH == 0:
-            first = step * BATCH
-            batch = tuple(range(first * GROUP, (first + BATCH) * GROUP))
-            self._decided(FormBatch("gen", step, batch, tuple(range(first, first + BATCH))))
+        if self.num_groups % self._batch == 0:
+            first = step * self._batch
+            batch = tuple(range(first * GROUP, (first + self._batch) * GROUP))
+            self._decided(FormBatch("gen", step, batch, tuple(range(first, first + self._batch))))
             self._decided(StepDone(step))
 
 

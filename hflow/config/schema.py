@@ -431,7 +431,7 @@ class ReportConfig:
     `[time/*,actor_train/grad_norm]`; null: losses, scores of samples, entropy and lengths."""
     samples: Int = Field(default=8, ge=0, le=1000)
     """Samples of each batch and evaluation, and refused ones of each step, whose text is kept, in
-    `samples/step-N.jsonl` and in TensorBoard; 0: none."""
+    `samples/step-N.jsonl`, in time by hundreds of steps, and in TensorBoard; 0: none."""
     wandb: str | None = None
     """Project of Weights & Biases that the run is logged to, as PROJECT or ENTITY/PROJECT; null: none."""
     mlflow: str | None = None

@@ -27,7 +27,7 @@ from hflow.launch.running.resume import find_resumed
 from hflow.launch.running.run_recipe import RunEnvironment, resume, run_compiled
 from hflow.runtime.ledger.audit import audit
 from hflow.runtime.records.run_summary import RunSummary
-from hflow.runtime.records.sample_texts import read_samples
+from hflow.runtime.records.sample_text_files import read_samples
 from hflow.runtime.saving.run_directory import RunDirectory
 from hflow.runtime.saving.saved_run import SavedRun, read_saved_run
 from hflow.runtime.state.snapshot import (

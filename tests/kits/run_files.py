@@ -15,7 +15,7 @@ from hflow.planner.compile import compile_plan
 from hflow.planner.plan.serialise import to_json
 from hflow.runtime.events import Refusal
 from hflow.runtime.ledger import rewind
-from hflow.runtime.records.sample_texts import write_samples
+from hflow.runtime.records.sample_text_files import write_samples
 from hflow.runtime.records.trace import CONTROLLER, Trace
 from hflow.workers.interface import Span
 

@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import textwrap
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from hflow.report.text.ledger import render_story
 from hflow.runtime import events as ev
 from hflow.runtime.ledger import Ledger, audit, rewind, writer
 from hflow.runtime.ledger.header import schedule_header
-from hflow.runtime.ledger.query import count, select
+from hflow.runtime.ledger.query import count, read_overview, select
 from hflow.runtime.ledger.sample_history import read_history
 from hflow.workers.interface import ComputeReady, NodeResult, Span
 
@@ -233,6 +234,50 @@ def test_a_sample_says_how_its_interrupted_episode_went_on(path: Path):
     (restart,) = read_history(path, "2").restarts
     assert restart.reason == "the episode was interrupted, and continued"
     assert read_history(path, "3").restarts == ()
+
+
+CONDITIONS = (
+    None,
+    "tokens > 2",
+    "reward >= 0.5 OR reward IS NULL",
+    "\"END\" = 'trained' AND lag = 1",
+    "node = 'score'",
+    "step = 2",
+    "id IN (SELECT id FROM samples WHERE tokens = 3)",
+    "finished_at IS NULL",
+    "in_queue_lag = 0 and Stream = 'gen'",
+    "0",
+)
+
+
+@pytest.mark.parametrize("went_back", [False, True])
+def test_a_condition_finds_what_the_whole_view_has(path: Path, went_back: bool):
+    """A query reads the tables that its condition needs; the view reads all."""
+    with recorded(path) as run:
+        run.train(0, 0)
+        position = run.ledger.position()
+        run.train(1, 1, version=1)
+        run.issue(2)
+        run.ready(4, (1, 3))
+        run.score(4, 0.75)
+        run.refuse(4, node="score", reason=ev.Refusal.KEEP)
+        run.issue(3)
+    if went_back:
+        rewind(path, 1, position)
+        with recorded(path) as run:
+            run.train(1, 2, version=1)
+    with closing(sqlite3.connect(path)) as database:
+        for where in CONDITIONS:
+            sql = f"SELECT * FROM samples WHERE {where or 1} ORDER BY stream, id"
+            expected = database.execute(sql).fetchall()
+            found = select(path, where)
+            assert (list(found.rows), found.total) == (expected, len(expected)), where
+            assert count(path, where) == len(expected), where
+            assert select(path, where, 1).total == len(expected), where
+        ends = dict(
+            database.execute("SELECT COALESCE(\"end\", 'in flight'), COUNT(*) FROM samples GROUP BY 1")
+        )
+    assert dict(read_overview(path).ends) == ends
 
 
 def test_a_resumed_run_has_one_history(path: Path):

@@ -13,10 +13,14 @@ from rich.console import Console, RenderableType
 from hflow.base.errors import ConfigError
 from hflow.data.text.tokenizer import TextTokenizer, TokenizerSettings
 from hflow.report.text.samples import render_samples_with_text, render_texts, sample_markdown
-from hflow.runtime.records.sample_texts import (
+from hflow.runtime.records.sample_text_files import (
+    MOST_READ,
     drop_samples_after,
     keep_samples,
+    read_around,
+    read_newest,
     read_samples,
+    read_some,
     write_samples,
 )
 from hflow.workers.storage.sample_texts import MAX_CHARACTERS, MAX_TOKENS, split_turns
@@ -126,6 +130,53 @@ def test_rows_of_a_step_are_replaced_not_added(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"step-2.jsonl is damaged: .*; delete it"):
         read_samples(directory)
     assert read_samples(tmp_path / "none") == []
+
+
+def test_a_hundred_steps_are_joined_when_the_run_is_a_hundred_steps_further(tmp_path: Path) -> None:
+    directory = tmp_path / "samples"
+
+    def write(number: int, sample: int) -> None:
+        write_samples(directory, number, [row("train", sample, step=number)])
+
+    def ids() -> list[int]:
+        return [row["id"] for row in read_samples(directory)]
+
+    for number in range(301):
+        write(number, number)
+    assert ids() == [*range(301)]
+    names = {path.name for path in directory.iterdir()}
+    assert names == {
+        "steps-0-99.jsonl.gz",
+        "steps-100-199.jsonl.gz",
+        *(f"step-{n}.jsonl" for n in range(200, 301)),
+    }
+    assert [row["id"] for row in read_around(directory, 150)] == [149, 150, 151]
+    assert [row["id"] for row in read_around(directory, None)] == [*range(200, 301)]
+    assert [row["id"] for row in read_newest(directory, 2)] == [299, 300]
+    assert read_some(directory) == read_samples(directory)
+
+    write(50, 1050)  # an evaluation that took long
+    write(50, 2050)
+    write_samples(directory, 50, [row("eval", 7, step=50)])
+    assert ids() == [*range(50), 2050, 7, *range(51, 301)]
+    write(400, 400)
+    assert ids() == [*range(50), 2050, 7, *range(51, 301), 400]
+    assert not (directory / "step-50.jsonl").exists()
+
+    drop_samples_after(directory, 150)
+    assert ids() == [*range(50), 2050, 7, *range(51, 151)]
+    keep_samples(directory, lambda samples: {key for key in samples if key[1] % 2})
+    assert ids() == [*range(1, 50, 2), 7, *range(51, 151, 2)]
+    (directory / "steps-0-99.jsonl.gz").write_bytes(b"x")
+    with pytest.raises(ConfigError, match=r"steps-0-99.jsonl.gz is damaged: .*; delete it"):
+        read_around(directory, 50)
+
+
+def test_of_a_long_run_hundreds_at_equal_distances_are_read(tmp_path: Path) -> None:
+    for number in range(0, 2 * MOST_READ + 1, 100):
+        write_samples(tmp_path, number, [row("train", number, step=number)])
+    found = [row["id"] for row in read_some(tmp_path)]
+    assert found == [*range(100, 2 * MOST_READ + 1, 300)]
 
 
 def printed(what: RenderableType) -> str:

@@ -12,7 +12,7 @@ from hflow.runtime.ledger.query import QueryResult, count, select
 from hflow.runtime.ledger.sample_history import SampleHistory, read_history
 from hflow.runtime.ledger.schema import COLUMNS
 from hflow.runtime.records.body_log import LoggedLine, read_body_lines
-from hflow.runtime.records.sample_texts import SampleRow, by_sample, read_samples
+from hflow.runtime.records.sample_text_files import SampleRow, by_sample, read_around, read_samples
 from hflow.runtime.saving.run_directory import RunDirectory
 
 
@@ -68,7 +68,7 @@ def samples(run: str, where: str | None = None, limit: int | None = None) -> Que
 
 def why_texts(run: str, history: SampleHistory) -> list[SampleRow]:
     """Return the kept texts of the sample of a history; empty if its text was not kept."""
-    texts = by_sample(read_samples(_find_ledger(run).samples))
+    texts = by_sample(read_around(_find_ledger(run).samples, history.sample["step"]))
     return texts.get((history.sample["stream"], history.sample["id"]), [])
 
 
@@ -98,7 +98,7 @@ def samples_with_text(run: str, where: str | None = None, limit: int | None = No
             "report.samples=8, and wait for its first step"
         )
     found = select(directory.ledger, where, limit, among=texts)
-    return SampleTextsFound(found, texts, count(directory.ledger, where))
+    return SampleTextsFound(found, texts, select(directory.ledger, where, 0).total)
 
 
 def count_samples(run: str, where: str | None = None) -> int:

@@ -14,7 +14,7 @@ from hflow.launch.targets import resolve
 from hflow.metrics import find_metric
 from hflow.runtime.ledger.query import LedgerOverview, read_overview
 from hflow.runtime.records.activity import Activity, read_activity
-from hflow.runtime.records.sample_texts import SampleRow, by_sample, read_samples
+from hflow.runtime.records.sample_text_files import SampleRow, by_sample, read_newest, read_some
 from hflow.runtime.saving.checkpoint import Checkpoints
 from hflow.runtime.saving.run_directory import RunDirectory, read_metrics
 from hflow.training.interface import LOSS
@@ -213,7 +213,7 @@ def read_report(run: str, *, is_live: bool = False) -> RunReport:
     """
     record = read_run(run, may_lack_metrics=is_live)
     directory = record.directory
-    rows = read_samples(directory.samples, NEWEST_STEPS if is_live else None)
+    rows = read_newest(directory.samples, NEWEST_STEPS) if is_live else read_some(directory.samples)
     chosen = rows[:: -(-len(rows) // MAX_TEXTS) or 1]
     for row in chosen:
         if not _is_text(row):

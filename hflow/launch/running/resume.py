@@ -23,7 +23,7 @@ from hflow.planner.diff.values import format_plain
 from hflow.planner.plan.serialise import to_json
 from hflow.runtime.ledger import rewind
 from hflow.runtime.ledger.query import select
-from hflow.runtime.records.sample_texts import SampleKey, drop_samples_after, keep_samples
+from hflow.runtime.records.sample_text_files import SampleKey, drop_samples_after, keep_samples
 from hflow.runtime.saving.checkpoint import Checkpoints, verify_checkpoint
 from hflow.runtime.saving.run_directory import RunDirectory
 from hflow.runtime.saving.saved_run import ResumePoint, read_saved_run

@@ -29,7 +29,7 @@ from hflow.runtime.records import step_metrics as metrics
 from hflow.runtime.records.activity import Activity, OngoingWork
 from hflow.runtime.records.body_log import BodyLog
 from hflow.runtime.records.metrics_log import MetricsLog
-from hflow.runtime.records.sample_texts import write_samples
+from hflow.runtime.records.sample_text_files import write_samples
 from hflow.runtime.records.trace import Trace
 from hflow.runtime.saving.checkpoint import Checkpoints
 from hflow.runtime.saving.run_directory import RunDirectory

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from hflow.base.terminal import safe_text
 from hflow.base.text import pluralize
+from hflow.runtime.ledger.query import MAX_COUNTED
 
 if TYPE_CHECKING:
     from hflow.runtime.ledger.sample_history import GroupMember, SampleHistory, SampleTrajectory
@@ -33,7 +34,7 @@ def render_samples(rows: Sequence[dict[str, Any]], total: int) -> RenderableType
         total: number of samples in all, including those of `rows`.
     """
     if not rows:
-        return Text(f"{'none of ' * bool(total)}{pluralize(total, 'sample')}", style="dim")
+        return Text(f"{'none of ' * bool(total)}{counted(total)}", style="dim")
     names = [*SHOWN, *(name for name in WHY if any(row[name] is not None for row in rows))]
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in names:
@@ -42,8 +43,13 @@ def render_samples(rows: Sequence[dict[str, Any]], total: int) -> RenderableType
     for row in rows:
         table.add_row(*(_cell(row[name]) for name in names))
     more = "" if len(rows) == total else f"the first {len(rows)} of "
-    said = f"{more}{pluralize(total, 'sample')}; --json and --csv have all columns"
+    said = f"{more}{counted(total)}; --json and --csv have all columns"
     return Group(table, Text(said, style="dim"))
+
+
+def counted(total: int) -> str:
+    """Format how many samples a query found, of which it counts no more than `MAX_COUNTED`."""
+    return f"{'at least ' * (total == MAX_COUNTED)}{pluralize(total, 'sample')}"
 
 
 def as_csv(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -6,8 +6,10 @@ back, and some of its samples.
 
 from __future__ import annotations
 
+import re
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hflow.base.errors import ConfigError, shorten
-from hflow.runtime.ledger.schema import COLUMNS, MAX_INTEGER, reading, survives
+from hflow.runtime.ledger.schema import COLUMNS, MAX_INTEGER, has_rewinds, reading, select_samples, survives
 
 QUERY_SECONDS = 60
 """The longest time that a condition may take."""
@@ -29,9 +31,8 @@ _DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 ALLOWED_ACTIONS = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION}
 
 
-_SAMPLES = "samples"
-_CHOSEN = "(SELECT samples.* FROM chosen JOIN samples USING (stream, id))"
-"""The samples that a query chooses from."""
+MAX_COUNTED = 1_000_000
+"""Samples beyond the limit that `select` counts at most."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class QueryResult:
     rows: tuple[tuple[Any, ...], ...]
     """A value for each of `COLUMNS`."""
     total: int
-    """How many the query found, including those beyond the limit."""
+    """How many the query found, including those beyond the limit; `MAX_COUNTED` or more are not counted."""
 
     def to_json(self) -> list[dict[str, Any]]:
         """Return one object per sample."""
@@ -65,30 +66,52 @@ def select(
     Raises:
         ConfigError: when there is no ledger, or the SQL is invalid.
     """
-    names = ", ".join(f'"{name}"' for name in COLUMNS)
+    rows: list[tuple[Any, ...]] = []
     with _reading(path, where, among) as database:
-        source = _SAMPLES if among is None else _CHOSEN
-        rows = database.execute(
-            f"SELECT {names} FROM {source} {_where(where)} ORDER BY stream, id LIMIT ?",
-            (-1 if limit is None else min(limit, MAX_INTEGER),),
-        ).fetchall()
-        total = len(rows) if limit is None or len(rows) < limit else _count(database, where, source)
-    return QueryResult(tuple(rows), total)
+        query = _Query(database, where, is_among=among is not None)
+        for (stream,) in database.execute("SELECT id FROM streams ORDER BY name").fetchall():
+            rows += query.rows(stream, -1 if limit is None else min(limit, MAX_INTEGER) - len(rows))
+        is_whole = limit is None or len(rows) < limit
+        total = len(rows) if is_whole else query.count(MAX_COUNTED)
+    return QueryResult(tuple(rows), max(total, len(rows)))
 
 
 def count(path: Path, where: str | None = None) -> int:
     """Return the number of samples. Arguments and errors are those of `select`."""
     with _reading(path, where) as database:
-        return _count(database, where)
+        return _Query(database, where).count()
 
 
-def _count(database: sqlite3.Connection, where: str | None, source: str = _SAMPLES) -> int:
-    (num_samples,) = database.execute(f"SELECT COUNT(*) FROM {source} {_where(where)}").fetchone()
-    return int(num_samples)
+class _Query:
+    """A condition on samples, as SQL that reads no more tables than it needs."""
 
+    def __init__(self, database: sqlite3.Connection, where: str | None, *, is_among: bool = False) -> None:
+        self._database = database
+        self._has_rewinds = has_rewinds(database)
+        self._where = "" if where is None else f"WHERE (\n{where}\n)"
+        words = set(re.findall(r"\w+", (where or "").lower()))
+        self._named = [name for name in COLUMNS if name in words]
+        self._among = "i.sample IN (SELECT id FROM chosen WHERE stream = s.name)" if is_among else "1"
 
-def _where(where: str | None) -> str:
-    return "" if where is None else f"WHERE (\n{where}\n)"
+    def rows(self, stream: int, limit: int) -> list[tuple[Any, ...]]:
+        """Return all columns of a stream's samples, sorted by id."""
+        source = self._source(COLUMNS, f"s.id = {stream}")
+        return self._database.execute(
+            f"SELECT * FROM ({source}) AS samples {self._where} ORDER BY id LIMIT {limit}"
+        ).fetchall()
+
+    def count(self, most: int = -1) -> int:
+        """Return the number of samples, up to `most`; -1: of all."""
+        source = self._source(self._named or ["id"], "1")
+        limited = f"SELECT 1 FROM ({source}) AS samples {self._where} LIMIT {most}"
+        whole = f"SELECT COUNT(*) FROM ({source}) AS samples {self._where}"
+        sql = whole if most < 0 else f"SELECT COUNT(*) FROM ({limited})"
+        (num_samples,) = self._database.execute(sql).fetchone()
+        return int(num_samples)
+
+    def _source(self, columns: Iterable[str], condition: str) -> str:
+        chosen = select_samples(columns, self._named, has_rewinds=self._has_rewinds)
+        return f"{chosen} AND {condition} AND {self._among}"
 
 
 @contextmanager
@@ -100,7 +123,6 @@ def _reading(
         if among is not None:
             database.execute("CREATE TEMP TABLE chosen (stream TEXT, id INTEGER, PRIMARY KEY (stream, id))")
             database.executemany("INSERT INTO chosen VALUES (?, ?)", among)
-            database.commit()
         database.set_authorizer(_authorize)
         for limit, most in _LIMITS.items():
             database.setlimit(limit, most)
@@ -180,19 +202,26 @@ def read_overview(path: Path, among: Collection[tuple[str, int]] = (), num_newes
         ConfigError: when there is no ledger, or it is damaged.
     """
     with reading(path) as database:
-        ends = database.execute(
-            f"SELECT kind, COUNT(*) FROM ends AS e WHERE {survives('e')} GROUP BY kind ORDER BY 2 DESC"
-        ).fetchall()
-        (num_issued,) = database.execute(f"SELECT COUNT(*) FROM issued AS i WHERE {survives('i')}").fetchone()
-        in_flight = num_issued - sum(count for _, count in ends)
-        refused = database.execute(
+        went_back = has_rewinds(database)
+        (num_issued,), (num_ended,) = (
+            database.execute(
+                f"SELECT COUNT(*) FROM {table} AS t WHERE {survives('t') if went_back else 1}"
+            ).fetchone()
+            for table in ("issued", "ends")
+        )
+        others = database.execute(  # few, so that the rows of trained samples need no sorting
             f"""
             SELECT s.name, COALESCE(n.name, ''), e.kind, COALESCE(e.reason, ''), COUNT(*),
                 COALESCE(MAX(e.message), '')
             FROM ends AS e JOIN streams AS s ON s.id = e.stream LEFT JOIN nodes AS n ON n.id = e.node
-            WHERE e.kind IN ('refused', 'dropped') AND {survives("e")}
+            WHERE e.kind <> 'trained' AND {survives("e") if went_back else 1}
             GROUP BY 1, 2, 3, 4 ORDER BY 5 DESC"""
         ).fetchall()
+        refused = [row for row in others if row[2] in ("refused", "dropped")]
+        ends = Counter({"trained": num_ended - sum(row[4] for row in others)})
+        for _, _, kind, _, number, _ in others:
+            ends[kind] += number
+        in_flight = num_issued - num_ended
         rewinds = database.execute(
             """
             SELECT r.step, COALESCE((SELECT MAX(s.step) + 1 FROM steps AS s WHERE s.seq < r.seq
@@ -206,7 +235,7 @@ def read_overview(path: Path, among: Collection[tuple[str, int]] = (), num_newes
         if num_newest:
             samples.sort(key=lambda row: row["finished_at"] or 0.0, reverse=True)
         return LedgerOverview(
-            ends={**dict(ends), **({"in flight": in_flight} if in_flight else {})},
+            ends={**dict((+ends).most_common()), **({"in flight": in_flight} if in_flight else {})},
             refused=tuple(RefusedRow(*row) for row in refused),
             rewinds=tuple(RewindRow(step, max(0, lost)) for step, lost in rewinds),
             samples=tuple(samples),
@@ -227,19 +256,19 @@ def _newest(database: sqlite3.Connection, number: int) -> list[tuple[str, int]]:
 
 
 def _samples(database: sqlite3.Connection) -> list[dict[str, Any]]:
-    """Return whole groups of each stream, at equal distances over the run."""
+    """Return whole groups of each stream, at equal distances. Group g has the ids from g * size."""
     names = ", ".join(f'"{name}"' for name in COLUMNS)
     found: list[dict[str, Any]] = []
     for stream, name, size in database.execute(
         "SELECT id, name, group_size FROM streams ORDER BY is_trained DESC, id"
     ).fetchall():
-        (num_groups,) = database.execute(
-            "SELECT COALESCE(MAX(group_id) + 1, 0) FROM issued WHERE stream = ?", (stream,)
-        ).fetchone()
+        (last,) = database.execute("SELECT MAX(sample) FROM issued WHERE stream = ?", (stream,)).fetchone()
+        num_groups = 0 if last is None else last // size + 1
         distance = max(1, -(-num_groups * size // MAX_SAMPLES))
-        rows = database.execute(
-            f"SELECT {names} FROM samples WHERE stream = ? AND group_id % ? = ? ORDER BY id",
-            (name, distance, max(0, num_groups - 1) % distance),
-        )
-        found += [dict(zip(COLUMNS, row, strict=True)) for row in rows]
+        for group in range(max(0, num_groups - 1) % distance, num_groups, distance):
+            rows = database.execute(
+                f"SELECT {names} FROM samples WHERE stream = ? AND id BETWEEN ? AND ? ORDER BY id",
+                (name, group * size, (group + 1) * size - 1),
+            )
+            found += [dict(zip(COLUMNS, row, strict=True)) for row in rows]
     return found

@@ -125,22 +125,18 @@ def _find(database: sqlite3.Connection, name: str) -> tuple[int, int]:
         hint = nearest(stream_name, streams)
         raise ConfigError(f"there is no stream {shorten(stream_name, 80)!r} among {', '.join(streams)}{hint}")
     sample = min(int(number), MAX_INTEGER)
-    first, last, exists = database.execute(
-        f"SELECT MIN(sample), MAX(sample), SUM(sample = ?) FROM issued AS i "
-        f"WHERE stream = ? AND {survives('i')}",
-        (sample, streams[stream_name]),
-    ).fetchone()
-    if first is None:
-        raise ConfigError(f"{stream_name} has no sample {number}: it has no samples yet")
-    if not exists:
-        raise ConfigError(f"{stream_name} has no sample {number}. It has samples {first} to {last}.")
+    of_stream = f"FROM issued AS i WHERE stream = {streams[stream_name]} AND {survives('i')}"
+    if database.execute(f"SELECT 1 {of_stream} AND sample = ?", (sample,)).fetchone() is None:
+        first, last = database.execute(f"SELECT MIN(sample), MAX(sample) {of_stream}").fetchone()
+        has = ": it has no samples yet" if first is None else f". It has samples {first} to {last}."
+        raise ConfigError(f"{stream_name} has no sample {number}{has}")
     return streams[stream_name], sample
 
 
 def _read(database: sqlite3.Connection, stream: int, sample: int) -> SampleHistory:
     names = ", ".join(f'"{name}"' for name in COLUMNS)
-    stream_name, dataset = database.execute(
-        "SELECT name, dataset FROM streams WHERE id = ?", (stream,)
+    stream_name, dataset, size = database.execute(
+        "SELECT name, dataset, group_size FROM streams WHERE id = ?", (stream,)
     ).fetchone()
     values = database.execute(
         f"SELECT {names} FROM samples WHERE stream = ? AND id = ?", (stream_name, sample)
@@ -159,7 +155,7 @@ def _read(database: sqlite3.Connection, stream: int, sample: int) -> SampleHisto
         ),
         weights=_weights(database, stream, sample),
         computed=_computed(database, stream, sample, row["group_id"]),
-        mates=_mates(database, stream_name, sample, row["group_id"]),
+        mates=_mates(database, stream_name, sample, row["group_id"] * size, size),
         bound_at=_bound_at(database, stream, row),
         max_lag=about["max_lag"],
         closing=_closing(database),
@@ -221,10 +217,14 @@ def _weights(database: sqlite3.Connection, stream: int, sample: int) -> tuple[We
     return tuple(WeightsUsed(*row) for row in rows)
 
 
-def _mates(database: sqlite3.Connection, stream: str, sample: int, group: int) -> tuple[GroupMember, ...]:
+def _mates(
+    database: sqlite3.Connection, stream: str, sample: int, first: int, size: int
+) -> tuple[GroupMember, ...]:
+    """Return the other members of a group, whose ids are consecutive."""
     rows = database.execute(
-        'SELECT id, "end", reason FROM samples WHERE stream = ? AND group_id = ? AND id <> ? ORDER BY id',
-        (stream, group, sample),
+        'SELECT id, "end", reason FROM samples '
+        "WHERE stream = ? AND id >= ? AND id < ? AND id <> ? ORDER BY id",
+        (stream, first, first + size, sample),
     )
     return tuple(GroupMember(*row) for row in rows)
 

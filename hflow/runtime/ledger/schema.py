@@ -25,8 +25,9 @@ closings    the run ended, and how
 
 from __future__ import annotations
 
+import re
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Literal
@@ -126,13 +127,6 @@ def survives(alias: str) -> str:
     return f"NOT EXISTS (SELECT 1 FROM rewinds AS w WHERE {alias}.seq > w.position AND {alias}.seq < w.seq)"
 
 
-def _joined(table: str, alias: str) -> str:
-    return (
-        f"LEFT JOIN {table} AS {alias} ON {alias}.stream = i.stream AND {alias}.sample = i.sample "
-        f"AND {survives(alias)}"
-    )
-
-
 COLUMNS = {
     "id": ("i.sample", "the sample's id, unique within its stream"),
     "stream": ("s.name", "its stream"),
@@ -178,17 +172,48 @@ COLUMNS = {
 }
 """Column of the view `samples` -> (SQL, meaning)."""
 
-VIEW = f"""
-CREATE VIEW samples AS SELECT
-    {", ".join(f'{sql} AS "{name}"' for name, (sql, _) in COLUMNS.items())}
-FROM issued AS i JOIN streams AS s ON s.id = i.stream
-{_joined("finished", "f")}
-{_joined("accepted", "a")}
-{_joined("ends", "e")}
-LEFT JOIN computed AS c ON c.node = s.judge AND c.key = i.sample AND {survives("c")}
-LEFT JOIN nodes AS n ON n.id = e.node
-WHERE {survives("i")};
-"""
+_JOINED = {
+    "f": "finished AS f ON f.stream = i.stream AND f.sample = i.sample",
+    "a": "accepted AS a ON a.stream = i.stream AND a.sample = i.sample",
+    "e": "ends AS e ON e.stream = i.stream AND e.sample = i.sample",
+    "c": "computed AS c ON c.node = s.judge AND c.key = i.sample",
+    "n": "nodes AS n ON n.id = e.node",
+}
+"""Alias -> the table with rows of some samples, and which."""
+
+
+def select_samples(
+    columns: Iterable[str] = COLUMNS, first: Iterable[str] = (), *, has_rewinds: bool = True
+) -> str:
+    """Return SQL for columns of all samples, from the tables that they need.
+
+    Args:
+        columns: names of columns.
+        first: columns whose tables come first: a condition on them is decided before the others are read.
+        has_rewinds: whether rows may not belong to the history; False saves half of the time.
+    """
+    used = " ".join(COLUMNS[name][0] for name in (*first, *columns))
+    aliases = dict.fromkeys(re.findall(r"\b([facen])\.", used))
+    if "n" in aliases:
+        del aliases["n"]
+        aliases = {**aliases, "e": None, "n": None}  # the node is that of the end
+    joins = [
+        f"LEFT JOIN {_JOINED[alias]}{f' AND {survives(alias)}' if has_rewinds and alias != 'n' else ''}"
+        for alias in aliases
+    ]
+    shown = ", ".join(f'{COLUMNS[name][0]} AS "{name}"' for name in columns)
+    where = f"WHERE {survives('i')}" if has_rewinds else "WHERE 1"
+    return "\n".join(
+        (f"SELECT {shown}", "FROM streams AS s CROSS JOIN issued AS i ON i.stream = s.id", *joins, where)
+    )
+
+
+VIEW = f"CREATE VIEW samples AS {select_samples()};"
+
+
+def has_rewinds(database: sqlite3.Connection) -> bool:
+    """Return whether the run went back, so that rows may not belong to its history."""
+    return database.execute("SELECT 1 FROM rewinds").fetchone() is not None
 
 
 def open_ledger(path: Path) -> sqlite3.Connection:
@@ -205,7 +230,8 @@ def open_ledger(path: Path) -> sqlite3.Connection:
     options = "mode=ro" if is_open else "mode=ro&immutable=1"
     database = sqlite3.connect(f"file:{quote(str(path))}?{options}", uri=True)
     try:
-        database.executescript(VIEW.replace("CREATE", "CREATE TEMP", 1))  # older files have other columns
+        database.execute("BEGIN")  # all that is read is of one moment
+        database.execute(VIEW.replace("CREATE", "CREATE TEMP", 1))  # older files have other columns
         create_later_tables(database, "TEMP TABLE")
         row = database.execute("SELECT value FROM about WHERE key = 'format'").fetchone()
         if row is not None and row[0] == FORMAT:

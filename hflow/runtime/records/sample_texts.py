@@ -1,24 +1,16 @@
-"""The texts of a few samples of each batch, and of a few that nodes refused: which are read, and their files.
+"""The texts of a few samples of each batch, and of a few that nodes refused: which are read, and when.
 
 Invariant: the tokens of a chosen sample stay on the workers until its text is read, and its numbers until
-they are read.
-
-The files are `samples/step-N.jsonl` in the run's directory. N counts steps from 1, as all that a person
-reads: the file has the batch of step N, with the evaluation of version N and with what was refused during the
-step. In this package a step is known by the version that it begins with, N - 1.
+they are read. In this package a step is known by the version that it begins with: the step before's number.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
 
-from hflow.base.errors import ConfigError
 from hflow.data_plane.locations import DataLocations
 from hflow.runtime.events import Refusal, Refuse
 from hflow.runtime.execution.node_execution import StepBatch
@@ -138,99 +130,3 @@ def _row(text: SampleText, root: str, step: int, values: Mapping[str, float]) ->
         "turns": turns,
         "values": dict(sorted(values.items())),
     }
-
-
-SampleRow = Mapping[str, Any]
-"""A line: `root`, `stream`, `id`, `group` and `step` of the sample as in the ledger, the `turns` of its text
-(`role`, `text`, `trained`, and small copies of its `images`), and its numbers, such as the reward, as
-`values`. A sample with several trajectories has a row for each; `root` is the stream whose ids the ledger
-uses. A refused sample has `refused_by`, the node, too."""
-
-
-SampleKey = tuple[str, int]
-"""Root stream and id."""
-
-
-def write_samples(directory: Path, number: int, rows: Sequence[SampleRow]) -> None:
-    """Write rows to the file of `number` completed steps.
-
-    Earlier rows of the same streams are replaced: refused ones by refused ones, and the others by the others.
-    """
-    directory.mkdir(exist_ok=True)
-    path = directory / f"step-{number}.jsonl"
-    replaced = {_kind(row) for row in rows}
-    kept = [row for row in _read(path) if _kind(row) not in replaced] if path.is_file() else []
-    _write(path, (*kept, *rows))
-
-
-def read_samples(directory: Path, num_files: int | None = None) -> list[SampleRow]:
-    """Return the rows of files, in the order of steps.
-
-    Args:
-        directory: the directory of the files.
-        num_files: read so many of the last ones; None: all.
-
-    Raises:
-        ConfigError: for a file that is damaged.
-    """
-    paths = sorted(directory.glob("step-*.jsonl"), key=_number)
-    return [row for path in paths[-num_files if num_files else 0 :] for row in _read(path)]
-
-
-def by_sample(rows: Iterable[SampleRow]) -> dict[SampleKey, list[SampleRow]]:
-    """Return root stream and id of each sample -> its rows."""
-    found: dict[SampleKey, list[SampleRow]] = {}
-    for row in rows:
-        found.setdefault(_key(row), []).append(row)
-    return found
-
-
-def drop_samples_after(directory: Path, number: int) -> None:
-    """Delete the files of more than `number` completed steps, as the run takes them again."""
-    for path in list(directory.glob("step-*.jsonl")):
-        if _number(path) > number:
-            path.unlink()
-
-
-def keep_samples(directory: Path, known_among: Callable[[Set[SampleKey]], Container[SampleKey]]) -> None:
-    """Drop the rows of samples that are not known: the run gives their ids to other samples.
-
-    Args:
-        directory: the directory of the files.
-        known_among: returns which of these samples are known.
-    """
-    files = {path: _read(path) for path in directory.glob("step-*.jsonl")}
-    known = known_among({_key(row) for rows in files.values() for row in rows})
-    for path, rows in files.items():
-        kept = [row for row in rows if _key(row) in known]
-        if len(kept) < len(rows):
-            _write(path, kept)
-
-
-def _write(path: Path, rows: Iterable[SampleRow]) -> None:
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    unfinished = path.with_suffix(".new")
-    unfinished.write_text(text, encoding="utf-8", errors="backslashreplace")
-    os.replace(unfinished, path)
-
-
-def _key(row: SampleRow) -> SampleKey:
-    return row["root"], row["id"]
-
-
-def _kind(row: SampleRow) -> tuple[str, bool]:
-    return row["stream"], "refused_by" in row
-
-
-def _number(path: Path) -> int:
-    text = path.stem.removeprefix("step-")
-    return int(text) if text.isdecimal() else -1
-
-
-def _read(path: Path) -> list[SampleRow]:
-    try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        required = ("turns", "root", "id")
-        return [{**row, **{key: row[key] for key in required}, "step": _number(path)} for row in rows]
-    except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
-        raise ConfigError(f"{path} is damaged: {error}; delete it") from error

@@ -4,7 +4,8 @@ OUT/NAME/20260131-142500/     OUT/NAME/latest -> 20260131-142500
     config.yaml  plan.json  inputs.json  metrics.jsonl  trace.json  ledger.sqlite  summary.json, or error.txt
     bodies.log (if a body printed something, or failed)  services.json (what requests to services have cost)
     engines/REPLICA-WORKER.log (of engines in processes of their own)
-    samples/step-N.jsonl  tensorboard/  weights/ (while it runs: weights that engines load from disk)
+    samples/step-N.jsonl (later steps-A-B.jsonl.gz)  tensorboard/
+    weights/ (while it runs: weights that engines load from disk)
     sample_log/ (while it runs: copies of samples that are on one worker only)
     checkpoints/step-280/MODEL/    checkpoints/latest -> step-280    checkpoints/best -> step-240
     trace-1.json (of the part before the run was resumed)  lock, activity.json (while it runs)  trackers.json
