@@ -279,4 +279,4 @@ def samples(
     elif csv:
         print_data(as_csv(tuple(launch.SAMPLE_COLUMNS), result.rows))
     else:
-        show(render_samples(result.to_json(), result.total))
+        show(render_samples(result.to_json(), result.total, is_exact=result.is_exact))

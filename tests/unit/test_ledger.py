@@ -18,9 +18,9 @@ from rich.console import Console
 from state_script import grpo
 
 from hflow.base.errors import ConfigError, RunError
-from hflow.report.text.ledger import render_story
+from hflow.report.text.ledger import render_samples, render_story
 from hflow.runtime import events as ev
-from hflow.runtime.ledger import Ledger, audit, rewind, writer
+from hflow.runtime.ledger import Ledger, audit, query, rewind, writer
 from hflow.runtime.ledger.header import schedule_header
 from hflow.runtime.ledger.query import count, read_overview, select
 from hflow.runtime.ledger.sample_history import read_history
@@ -278,6 +278,20 @@ def test_a_condition_finds_what_the_whole_view_has(path: Path, went_back: bool):
             database.execute("SELECT COALESCE(\"end\", 'in flight'), COUNT(*) FROM samples GROUP BY 1")
         )
     assert dict(read_overview(path).ends) == ends
+
+
+def test_samples_beyond_a_limit_are_counted_up_to_a_number(path: Path, monkeypatch: pytest.MonkeyPatch):
+    with recorded(path) as run:
+        run.train(0, 0)
+        run.train(1, 1, version=1)
+    assert (select(path, None, 1).total, select(path, None, 1).is_exact) == (4, True)
+    monkeypatch.setattr(query, "MAX_COUNTED", 3)
+    found = select(path, None, 1)
+    assert (len(found.rows), found.total, found.is_exact) == (1, 3, False)
+    assert count(path) == 4
+    console = Console(file=io.StringIO(), width=200)
+    console.print(render_samples(found.to_json(), found.total, is_exact=found.is_exact))
+    assert "the first 1 of at least 3 samples" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_a_resumed_run_has_one_history(path: Path):

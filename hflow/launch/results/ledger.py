@@ -98,7 +98,7 @@ def samples_with_text(run: str, where: str | None = None, limit: int | None = No
             "report.samples=8, and wait for its first step"
         )
     found = select(directory.ledger, where, limit, among=texts)
-    return SampleTextsFound(found, texts, select(directory.ledger, where, 0).total)
+    return SampleTextsFound(found, texts, count(directory.ledger, where))
 
 
 def count_samples(run: str, where: str | None = None) -> int:

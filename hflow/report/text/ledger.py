@@ -14,7 +14,6 @@ from rich.text import Text
 
 from hflow.base.terminal import safe_text
 from hflow.base.text import pluralize
-from hflow.runtime.ledger.query import MAX_COUNTED
 
 if TYPE_CHECKING:
     from hflow.runtime.ledger.sample_history import GroupMember, SampleHistory, SampleTrajectory
@@ -26,15 +25,17 @@ WHY = ("reason", "node")
 """Columns that are shown if any row has a value."""
 
 
-def render_samples(rows: Sequence[dict[str, Any]], total: int) -> RenderableType:
+def render_samples(rows: Sequence[dict[str, Any]], total: int, *, is_exact: bool = True) -> RenderableType:
     """Render a table of the most useful columns.
 
     Args:
         rows: column -> value, one mapping per sample.
         total: number of samples in all, including those of `rows`.
+        is_exact: whether there are no more than `total`.
     """
+    counted = f"{'' if is_exact else 'at least '}{pluralize(total, 'sample')}"
     if not rows:
-        return Text(f"{'none of ' * bool(total)}{counted(total)}", style="dim")
+        return Text(f"{'none of ' * bool(total)}{counted}", style="dim")
     names = [*SHOWN, *(name for name in WHY if any(row[name] is not None for row in rows))]
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in names:
@@ -43,13 +44,8 @@ def render_samples(rows: Sequence[dict[str, Any]], total: int) -> RenderableType
     for row in rows:
         table.add_row(*(_cell(row[name]) for name in names))
     more = "" if len(rows) == total else f"the first {len(rows)} of "
-    said = f"{more}{counted(total)}; --json and --csv have all columns"
+    said = f"{more}{counted}; --json and --csv have all columns"
     return Group(table, Text(said, style="dim"))
-
-
-def counted(total: int) -> str:
-    """Format how many samples a query found, of which it counts no more than `MAX_COUNTED`."""
-    return f"{'at least ' * (total == MAX_COUNTED)}{pluralize(total, 'sample')}"
 
 
 def as_csv(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -11,7 +11,6 @@ from rich.text import Text
 
 from hflow.base.terminal import safe_text
 from hflow.base.text import pluralize
-from hflow.report.text.ledger import counted
 from hflow.report.text.pictures import Picture
 
 NOT_TRAINED = "not trained"
@@ -51,7 +50,7 @@ def render_samples_with_text(
         parts += [_headline(sample), render_texts(texts[sample["stream"], sample["id"]]), Text()]
     some = "" if len(samples) == num_with_text else f"the first {len(samples)} of "
     told = (
-        f"{some}{pluralize(num_with_text, 'sample')} with text, of {counted(total)} in all; "
+        f"{some}{pluralize(num_with_text, 'sample')} with text, of {pluralize(total, 'sample')} in all; "
         f"{KEY}=N keeps {KEPT}"
     )
     return Group(*parts, Text(told, style="dim"))

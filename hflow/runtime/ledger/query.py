@@ -42,7 +42,9 @@ class QueryResult:
     rows: tuple[tuple[Any, ...], ...]
     """A value for each of `COLUMNS`."""
     total: int
-    """How many the query found, including those beyond the limit; `MAX_COUNTED` or more are not counted."""
+    """How many the query found, including those beyond the limit."""
+    is_exact: bool = True
+    """False: there may be more than `total`, which are not counted."""
 
     def to_json(self) -> list[dict[str, Any]]:
         """Return one object per sample."""
@@ -73,7 +75,7 @@ def select(
             rows += query.rows(stream, -1 if limit is None else min(limit, MAX_INTEGER) - len(rows))
         is_whole = limit is None or len(rows) < limit
         total = len(rows) if is_whole else query.count(MAX_COUNTED)
-    return QueryResult(tuple(rows), max(total, len(rows)))
+    return QueryResult(tuple(rows), max(total, len(rows)), is_whole or total < MAX_COUNTED)
 
 
 def count(path: Path, where: str | None = None) -> int:
