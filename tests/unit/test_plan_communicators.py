@@ -14,6 +14,7 @@ from memory_kit import SMALL
 from model_configs import model_config
 from test_plan_weight_routes import cases, route_of
 
+from hflow.config.schema import OptimConfig
 from hflow.planner.compile import compile_plan
 from hflow.planner.forecast.communicators import communicators
 from hflow.planner.forecast.memory.nccl import MIB, NcclLinks, communicator_bytes
@@ -43,7 +44,7 @@ def uses(plan: Plan, worker: int) -> dict[str, int]:
 def test_no_collective_connects_ranks_that_no_other_does():
     """To send to one rank, or from one, NCCL makes messages, with buffers for each pair.
 
-    Updates of whole matrices need that: each has an owner. `docs/optimizers.md` says so.
+    Updates of whole matrices need that: each has an owner. Plans count those buffers.
     """
     pattern = re.compile(r"\bdist\.(gather|gather_object|scatter|scatter_object_list|all_to_all\w*)\(")
     package = Path(__file__).parents[2] / "hflow"
@@ -82,6 +83,30 @@ def test_communicators_are_in_the_memory_of_a_device_and_leave_less_for_the_cach
     for phase, wanted in (("generate", 2 * (base + ring)), ("actor_train", base + both + base + ring)):
         assert found[0, phase][0] == 0
         assert found[24, phase] == (wanted, found[0, phase][1] + wanted)
+
+
+def bytes_of_communicators(layout: str, optimizer: str, **changes: object) -> int:
+    """Return what communicators take while a small actor trains on H100 whose links have 24 channels."""
+    hardware = replace(KIT, intra=replace(KIT.intra, channels=24))
+    optim = OptimConfig(name=optimizer, lr=1e-3)
+    plan = plan_of("h100-1x8", layout, "d8", hardware=hardware, optim=optim, **changes)
+    row, *_ = [row for row in plan.forecast.memory if row.phase == "actor_train"]
+    (found,) = [entry.num_bytes for entry in row.resident if entry.name == "communicators"]
+    return found
+
+
+PEER = 32 * 12 * MIB
+"""The buffers for messages with one rank."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "backend", "peers"),
+    [("d8", "torch", 7), ("d8r2", "torch", 3), ("d4t2", "megatron", 7), ("d2t2p2", "megatron", 3)],
+)
+def test_ranks_that_exchange_parts_of_matrices_have_buffers_for_each_other(layout, backend, peers):
+    """Those that hold parts of the same matrices: FSDP's ranks of a shard, and megatron's of a stage."""
+    muon, adamw = (bytes_of_communicators(layout, name, backend=backend) for name in ("muon", "adamw"))
+    assert muon - adamw == peers * PEER
 
 
 @given(cases())

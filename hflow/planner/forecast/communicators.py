@@ -96,16 +96,27 @@ def rank_groups(
 
 
 def rank_messages(
-    layout: Layout, traits: BackendTraits, shape: ModelShape | None, rank: int
+    layout: Layout,
+    traits: BackendTraits,
+    shape: ModelShape | None,
+    rank: int,
+    *,
+    sends_matrices: bool = False,
 ) -> dict[frozenset[int], int]:
-    """Return the groups of a rank, each with the number of ranks to which it sends messages there.
+    """Return the groups of a rank, each with the most ranks to which it sends messages there.
 
-    Neighbouring stages do so, and ranks that divide the experts of a layer. The arguments are those of
+    Neighbouring stages do so, and ranks that divide the experts of a layer. The other arguments are those of
     `rank_groups`.
+
+    Args:
+        sends_matrices: whether ranks send each other parts of matrices (`Rank.sends_matrices`).
     """
     if not traits.is_model_parallel:
         groups = (range(layout.world), layout.fsdp_ranks(rank), layout.replicate_ranks(rank))
-        return dict.fromkeys((frozenset(ranks) for ranks in groups if len(ranks) > 1), 0)
+        messages = dict.fromkeys((frozenset(ranks) for ranks in groups if len(ranks) > 1), 0)
+        if sends_matrices:
+            messages[frozenset(layout.fsdp_ranks(rank))] = layout.fsdp_size - 1
+        return messages
     d, t, p, c = layout.coords(RankOrder.TRAIN, rank)
     copy = layout.copy_index(d, c)
     copies, tensor, stages = range(layout.num_copies), range(layout.tensor), range(layout.pipe)
@@ -116,7 +127,7 @@ def rank_messages(
     ends = [0, layout.pipe - 1] if p in (0, layout.pipe - 1) else []
     neighbours = sum(0 <= stage < layout.pipe for stage in (p - 1, p + 1))
     sets = [
-        (copies, tensor, stages, 0),
+        (copies, tensor, stages, layout.stage_size - 1 if sends_matrices else 0),
         ([copy], tensor, [p], 0),
         (same_context, [t], [p], 0),
         (copies, [t], [p], 0),

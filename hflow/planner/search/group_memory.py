@@ -186,13 +186,11 @@ class GroupMemory:
 
     def _shared(self, options: Sequence[ReplicaOption]) -> int:
         """Return the bytes of communicators that options of a group share, and that each of them counts."""
-        known: set[tuple[str, Layout]] = set()
-        total = 0
+        counted: dict[tuple[str, Layout], list[int]] = {}
         for option in options:
             key = option.replica.backend, option.layout
-            total += self._smallest_collectives(option) if key in known else 0
-            known.add(key)
-        return total
+            counted.setdefault(key, []).append(self._smallest_collectives(option))
+        return sum(sum(several) - max(several) for several in counted.values())
 
     def most_shared(self, options: Iterable[Sequence[ReplicaOption]]) -> int:
         """Return a bound on `_shared`, for any of the options of each replica of a group."""

@@ -94,12 +94,18 @@ def communicator_bytes(
 
 @lru_cache(maxsize=4096)
 def training_bytes(
-    layout: Layout, traits: BackendTraits, shape: ModelShape | None, stage: int, links: NcclLinks
+    layout: Layout,
+    traits: BackendTraits,
+    shape: ModelShape | None,
+    stage: int,
+    links: NcclLinks,
+    *,
+    sends_matrices: bool,
 ) -> int:
     """Return the bytes of all communicators of a training replica on the device of a stage's first rank.
 
     The replica is taken to begin with the first device of a machine.
     """
     rank = stage * layout.stage_size
-    groups = rank_messages(layout, traits, shape, rank)
+    groups = rank_messages(layout, traits, shape, rank, sends_matrices=sends_matrices)
     return sum(communicator_bytes(ranks, links, num_peers=num_peers) for ranks, num_peers in groups.items())

@@ -117,29 +117,32 @@ class MemoryContext:
     def communicators(self, ranks: Iterable[Rank]) -> Items:
         """Return the memory of the NCCL communicators on a device with some ranks.
 
-        Replicas with the same workers and layout share theirs.
+        Replicas with the same workers and layout share theirs, with the connections of all.
         """
         links, total = self.nccl_links, 0
         if links is None:
             return Items()
-        known: set[tuple[str, Layout, tuple[int, ...]]] = set()
+        shared: dict[tuple[str, Layout, tuple[int, ...]], int] = {}
         for rank in ranks:
             replica, layout = rank.replica, rank.replica.layout
             total += self._bytes_of_broadcasts.get(replica.name, 0)
             if replica.role == "gen":
                 if (size := layout.world // layout.data) > 1:
                     total += communicator_bytes(range(size), links)
-            elif (key := (replica.backend, layout, replica.workers)) not in known:
-                known.add(key)
-                total += self.bytes_of_collectives(rank)
-        return item(MemoryCategory.RUNTIME, total, "communicators")
+            else:
+                key = replica.backend, layout, replica.workers
+                shared[key] = max(shared.get(key, 0), self.bytes_of_collectives(rank))
+        return item(MemoryCategory.RUNTIME, total + sum(shared.values()), "communicators")
 
     def bytes_of_collectives(self, rank: Rank) -> int:
         """Return the memory of the communicators of a training replica's rank."""
         links = self.nccl_links
         if links is None:
             return 0
-        return training_bytes(rank.replica.layout, rank.traits, rank.shape, rank.stage, links)
+        return training_bytes(
+            *(rank.replica.layout, rank.traits, rank.shape, rank.stage, links),
+            sends_matrices=rank.sends_matrices,
+        )
 
     @cached_property
     def nodes_of_workers(self) -> dict[int, Items]:

@@ -112,6 +112,14 @@ class Rank:
         return shared + math.ceil(of_matrix * sizes.experts / layout.num_expert_copies)
 
     @cached_property
+    def sends_matrices(self) -> bool:
+        """Whether its updates depend on whole matrices, of which other ranks hold parts."""
+        if self.replica.role != "train" or not optimizer_traits(self.config.optim.name).needs_whole_matrix:
+            return False
+        kinds = {is_expert for _, _, is_expert in layer_matrices(self.trained_shape)}
+        return any(divides_matrices(self.traits, self.replica.layout, is_expert=kind) for kind in kinds)
+
+    @cached_property
     def update_buffers(self) -> int:
         """Bytes beside the gradients and states while an optimizer computes updates."""
         optimizer = optimizer_traits(self.config.optim.name)
