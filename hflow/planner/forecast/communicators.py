@@ -105,11 +105,8 @@ def rank_messages(
 ) -> dict[frozenset[int], int]:
     """Return the groups of a rank, each with the most ranks to which it sends messages there.
 
-    Neighbouring stages do so, and ranks that divide the experts of a layer. The other arguments are those of
-    `rank_groups`.
-
-    Args:
-        sends_matrices: whether ranks send each other parts of matrices (`Rank.sends_matrices`).
+    Neighbouring stages do so, and ranks that divide the experts of a layer. With `sends_matrices`, ranks also
+    send each other parts of matrices (`Rank.sends_matrices`). The other arguments are those of `rank_groups`.
     """
     if not traits.is_model_parallel:
         groups = (range(layout.world), layout.fsdp_ranks(rank), layout.replicate_ranks(rank))
