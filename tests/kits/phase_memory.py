@@ -50,6 +50,7 @@ def phase_memory(limits: Mapping[str, int]) -> Iterator[PhaseMemory]:
     """Hold the workers of this process to the limits of their phases."""
     with pretend_device.memory() as memory, pytest.MonkeyPatch.context() as patch:
         account = PhaseMemory(memory, limits)
+        memory.limit = max(limits.values())  # while models are built, and loaded from a checkpoint
 
         def before(method: str, phase_of: Callable[..., str]) -> None:
             real = getattr(Worker, method)

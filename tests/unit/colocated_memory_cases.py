@@ -15,7 +15,8 @@ from hflow.engines.embedded.engine import EmbeddedEngine
 from hflow.engines.embedded.module import FreedParameters
 from hflow.launch.planning.compile import compile_recipe
 from hflow.launch.planning.request import plan_request
-from hflow.launch.running.run_recipe import RunEnvironment, run_compiled
+from hflow.launch.running.resume import find_resumed
+from hflow.launch.running.run_recipe import RunEnvironment, _run, run_compiled
 from hflow.planner.forecast.memory.phases import engine_caches, memory_phases
 from hflow.planner.plan.forecast import MemoryCategory
 from hflow.planner.plan.serialise import plan_digest
@@ -43,7 +44,11 @@ def device():
 
 def compiled_for(device, out, *overrides):
     """Return a compiled recipe, and the bytes of each phase in its plan without those of the runtime."""
-    compiled = compile_recipe(RECIPE, [*OVERRIDES, f"out={out}", *overrides])
+    return on_device(device, compile_recipe(RECIPE, [*OVERRIDES, f"out={out}", *overrides]))
+
+
+def on_device(device, compiled):
+    """Return the same for a recipe that is compiled for a CPU."""
     cluster = dataclasses.replace(compiled.plan.cluster, device=device)
     plan = dataclasses.replace(compiled.plan, cluster=cluster)
     request = plan_request(compiled.config, compiled.graph, RECIPE)
@@ -81,6 +86,20 @@ def test_each_phase_of_a_run_fits(device, offload, tmp_path):
     assert (
         peaks["generate"] > 0.7 * predicted["generate"]
     )  # prompts are not as long as a full cache makes them
+
+
+def test_each_phase_of_a_resumed_run_fits(device, tmp_path):
+    """Its weights and optimizer are loaded within what the fullest phase takes."""
+    compiled, predicted = compiled_for(device, tmp_path, "models.actor.offload=all", "steps=2")
+    run_within(predicted, partial(run_compiled, compiled, False))
+    (run,) = tmp_path.glob("*/latest")
+    found = find_resumed(str(run), ["steps=4"])
+    assert found.point is not None
+    longer, predicted = on_device(device, found.compiled)
+    resumed = dataclasses.replace(found, compiled=longer)
+    peaks = run_within(predicted, partial(_run, longer, False, resumed=resumed))
+    assert peaks.keys() == predicted.keys()
+    assert peaks["actor_train"] > 0.95 * predicted["actor_train"]
 
 
 def keep_cache(monkeypatch):
