@@ -21,6 +21,7 @@ from hflow.doctor.finding import Finding
 from hflow.planner.models.descriptors import training_backend
 from hflow.planner.plan.hardware import GIB
 from hflow.planner.plan.traits import BACKENDS
+from hflow.processes.cores import socket_cores
 from hflow.types.kernels import (
     FLASH_ATTN_3_INSTALL,
     HOPPER,
@@ -30,7 +31,6 @@ from hflow.types.kernels import (
     flash_versions,
     installed_transformer_engine,
 )
-from hflow.workers.process_setup import socket_cores
 from hflow.workers.real_devices import (
     BF16_CAPABILITY,
     build_problem,

@@ -30,6 +30,7 @@ from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.routing import replaceable_workers, tensor_ranks
 from hflow.planner.plan.rows import SAVE_PREFIX, Plan, Replica
 from hflow.planner.plan.traits import traits
+from hflow.processes.cores import allowed_cores, bind_cores, bind_to_socket, bound_cores
 from hflow.processes.error_location import error_with_location
 from hflow.services.client import use_services
 from hflow.training.interface import ModelBackend
@@ -75,11 +76,7 @@ from hflow.workers.local_models import with_local_models
 from hflow.workers.mailbox import Mailbox, pause_seconds
 from hflow.workers.process_groups import ProcessGroups, ProcessRank, collective_workers
 from hflow.workers.process_setup import (
-    bind_cores,
-    bind_to_socket,
-    bound_cores,
     keep_freed_memory,
-    num_cores,
     used_memory_bytes,
 )
 from hflow.workers.storage.dataset_rows import DatasetReader, DatasetRow
@@ -749,13 +746,16 @@ def _uses_one_gpu(setup: WorkerSetup, hosted: Sequence[int]) -> bool:
 def _cores(cluster: ClusterSpec, worker: int, num_ranks: int) -> tuple[int, ...]:
     """Return the processor cores of a tensor rank of an engine; none if it is bound to none.
 
-    Several ranks need cores of their own on a CPU, so each of them gets one if the plan binds no cores.
+    Several ranks need cores of their own on a CPU, so each of them gets one if the plan binds no cores. On
+    GPUs a rank binds itself to some of these, beside its GPU, which may be on another socket than the worker.
     """
     if cores := cluster.cores_of(worker):
         return bound_cores(cores)
-    if cluster.device != "cpu" or num_ranks == 1 or num_ranks > num_cores():
+    if cluster.device != "cpu":
+        return allowed_cores()
+    if num_ranks == 1 or num_ranks > len(allowed_cores()):
         return ()
-    core = worker % num_cores()
+    core = worker % len(allowed_cores())
     return bound_cores(range(core, core + 1))
 
 

@@ -14,9 +14,10 @@ import pytest
 from hflow.base.errors import ConfigError, HflowError
 from hflow.launch.planning.compile import plan
 from hflow.planner.plan.cluster import ClusterSpec
+from hflow.processes import cores as process_cores
+from hflow.processes.cores import allowed_cores, socket_cores
 from hflow.report.text.plan.header import cluster_line
-from hflow.workers import process_setup
-from hflow.workers.process_setup import socket_cores
+from hflow.workers.worker import _cores
 
 RECIPE = "recipes/grpo.py"
 ARGS = ["models.actor.path=null", "cluster=cpu-2x2"]
@@ -54,7 +55,7 @@ def test_cores_that_cannot_be_bound_are_refused(change: list[str], reason: str) 
 
 CHILD = """
 import os, threading, torch
-from hflow.workers.process_setup import bind_cores
+from hflow.processes.cores import bind_cores
 begun, bound, seen = threading.Event(), threading.Event(), []
 def look():
     begun.set()
@@ -84,6 +85,30 @@ def test_a_process_keeps_to_its_cores() -> None:
     assert child(0, 0).stdout.startswith(f"[{lent}, {lent}]")
 
 
+RANK = """
+import os, torch
+from vllm.v1.worker.gpu_worker import Worker
+from hflow.engines.vllm.rank import _beside_its_gpu
+from hflow.processes import cores
+lent = sorted(os.sched_getaffinity(0))
+torch.cuda.get_device_properties = lambda device: f"GPU {device}"
+cores.socket_cores = lambda properties: {"GPU 0": (lent[0],), "GPU 1": (lent[-1],)}[properties]
+rank = object.__new__(Worker)
+rank.local_rank = 1
+_beside_its_gpu(lambda self: print(os.sched_getaffinity(0) == {lent[-1]}, self is rank))(rank)
+"""
+
+
+def test_a_rank_of_an_engine_keeps_to_the_cores_beside_its_gpu() -> None:
+    pytest.importorskip("vllm")
+    done = subprocess.run([sys.executable, "-c", RANK], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "True True"
+
+
+def test_ranks_of_engines_may_use_the_cores_of_other_sockets_than_their_worker() -> None:
+    assert _cores(ClusterSpec("h100-1x8", "cuda", 1, 8, 80 << 30), 5, 4) == allowed_cores()
+
+
 def test_more_cores_than_there_are() -> None:
     lent = len(os.sched_getaffinity(0))
     said = f"to cores {lent} to {lent}, but this process may use only {lent} cores"
@@ -95,7 +120,7 @@ def test_the_cores_beside_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for bus, cores in (("0000:17:00.0", "0-3,8-11"), ("0001:ca:00.0", "4-7,12"), ("0000:00:01.0", "")):
         (tmp_path / bus).mkdir()
         (tmp_path / bus / "local_cpulist").write_text(f"{cores}\n")
-    monkeypatch.setattr(process_setup, "_ALLOWED_CORES", [1, 2, 5, 6, 9, 12])
+    monkeypatch.setattr(process_cores, "_ALLOWED_CORES", [1, 2, 5, 6, 9, 12])
 
     def of(domain: int, bus: int, device: int = 0) -> tuple[int, ...]:
         place = {"pci_domain_id": domain, "pci_bus_id": bus, "pci_device_id": device}

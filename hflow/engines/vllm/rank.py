@@ -32,6 +32,7 @@ from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.oracle import unquantized
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
+from vllm.v1.worker import gpu_worker
 
 from hflow.base.errors import HflowError
 from hflow.engines.vllm.adapters import HeldAdapters, add_on_cpu
@@ -39,6 +40,7 @@ from hflow.engines.vllm.hf_mapping import checked, checkpoint_path, held_by_modu
 from hflow.engines.vllm.quantized_layers import QuantizedLayers
 from hflow.models.expert_tensors import file_tensors
 from hflow.models.host_copy import HostCopies
+from hflow.processes.cores import bind_to_socket
 from hflow.types.tensor_slices import Block
 from hflow.weights.adapters import MergedWeights
 from hflow.weights.incoming import IncomingWeights
@@ -257,9 +259,22 @@ def _with_bias_in_fp32(apply: Any) -> Any:
     return apply_weights
 
 
+def _beside_its_gpu(init_device: Any) -> Any:
+    """Return vLLM's start of a rank on its GPU, before which the process is bound to the cores beside it."""
+
+    @wraps(init_device)
+    def init(self: Any) -> None:
+        bind_to_socket(self.local_rank)
+        init_device(self)
+
+    return init
+
+
 def _prepare_process() -> None:
     if multiprocessing.parent_process() is not None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # end with the engine's process
+    if current_platform.is_cuda():
+        gpu_worker.Worker.init_device = _beside_its_gpu(gpu_worker.Worker.init_device)
     if current_platform.is_cpu():
         utils.dispatch_cpu_unquantized_gemm = _use_weights_in_place
         PunicaWrapperCPU.add_lora_linear = add_on_cpu
