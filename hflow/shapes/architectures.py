@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from hflow.base.errors import ConfigError, PlanError
 from hflow.base.model_files import check_size
@@ -56,6 +56,34 @@ EXPERT_FAMILIES = tuple(name for name, sizes in FAMILIES.items() if "num_experts
 only the torch backend and the embedded engine can exchange them."""
 DENSE_FAMILIES = tuple(name for name in FAMILIES if name not in EXPERT_FAMILIES)
 """The families without experts. They differ in biases, head norms and sizes only."""
+
+
+SCORE_BIAS = "e_score_correction_bias"
+"""Name of the bias by which routers of some families choose, in fp32."""
+
+
+class Router(NamedTuple):
+    """The routers of a family, as transformers has them."""
+
+    module: str
+    """Name of the class."""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes scores of logits."""
+    has_bias: bool = False
+    """Whether experts are chosen by scores with the bias `SCORE_BIAS`, which has no gradient."""
+
+
+ROUTERS: Mapping[str, Router] = {
+    "qwen3_moe": Router("Qwen3MoeTopKRouter"),
+    "qwen2_moe": Router("Qwen2MoeTopKRouter"),
+    "mixtral": Router("MixtralTopKRouter"),
+    "olmoe": Router("OlmoeTopKRouter"),
+    "gpt_oss": Router("GptOssTopKRouter"),
+    "deepseek_v2": Router("DeepseekV2TopkRouter"),
+    "deepseek_v3": Router("DeepseekV3TopkRouter", "sigmoid", has_bias=True),
+    "glm4_moe": Router("Glm4MoeTopkRouter", "sigmoid", has_bias=True),
+}
+"""Families whose experts can be balanced (`models.NAME.balance`)."""
 
 
 def read_shape(config: Config, head: str = "lm") -> ModelShape | None:

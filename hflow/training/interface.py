@@ -83,6 +83,19 @@ REROUTED = declare(
     "engine's, which it replays (routing_replay)",
 )
 
+BALANCE_LOSS = declare(
+    "{node}/balance_loss",
+    "",
+    "loss of models.NAME.balance before its coefficient, the mean over layers; 1: all experts have the same "
+    "load",
+)
+MAX_LOAD = declare(
+    "{node}/max_load",
+    "",
+    "tokens of the busiest expert divided by the mean of its layer, in the layer where it is largest, with "
+    "models.NAME.balance",
+)
+
 FIRST_PASS_STREAM = "@first_pass"
 """The stream of the fields that a train node's first pass reads of the model, and of its result."""
 

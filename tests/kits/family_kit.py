@@ -1,4 +1,4 @@
-"""Tiny architectures of families whose attention, norms or experts differ from Llama's, as plain HF models."""
+"""Tiny architectures of families whose attention, norms or experts are not Llama's, and plain HF models."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch_kit as kit
 
-from hflow.config.schema import LoraConfig, OptimConfig
+from hflow.config.schema import BalanceConfig, LoraConfig, OptimConfig
 from hflow.data.batches.batch import Batch, Column
 from hflow.shapes.layout import Layout
 from hflow.training.interface import NodeCall, TrainShard
@@ -51,6 +51,14 @@ NODES: dict[str, tuple[NodeCall, dict[str, Any]]] = {
     "replayed experts": (
         kit.call(kit.ppo, "token", [*kit.TOKEN_READS, kit.REPLAY], metrics=True, reduce="token-mean"),
         {},
+    ),
+    "balanced experts": (
+        kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean"),
+        {"balance": BalanceConfig(coefficient=0.3)},
+    ),
+    "experts balanced over the batch": (
+        kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean"),
+        {"balance": BalanceConfig(coefficient=0.3, over="batch")},
     ),
     "adapters": (
         kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean", epochs=2),
@@ -177,6 +185,12 @@ ROUNDS: list[dict[tuple[int, ...], Twin]] = [
     },
     {ALL: Twin("replayed experts", data=2, tensor=2, expert=2)},
     {ALL: Twin("replayed experts", tensor=2, context=2, expert=2, settings=RECOMPUTED)},
+    {
+        FIRST: Twin("balanced experts", data=2, expert=2, budget=20),
+        SECOND: Twin("experts balanced over the batch", tensor=2, settings=RECOMPUTED),
+    },
+    {ALL: Twin("balanced experts", tensor=2, context=2, expert=2, settings=RECOMPUTED)},
+    {ALL: Twin("experts balanced over the batch", data=2, pipe=2, expert=2, budget=20)},
 ]
 """What the ranks compute, one round after the other."""
 ADAPTER_ROUNDS: list[dict[tuple[int, ...], Twin]] = [

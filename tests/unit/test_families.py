@@ -1,4 +1,4 @@
-"""Families with sliding windows, sinks, latent attention and other experts: packed, generated, saved, sent."""
+"""Families with sliding windows, sinks, latent attention and others' experts: packed, generated and saved."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ P groups.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from hflow.data.batches.batch import Batch, Column
 from hflow.data.batches.batch_arguments import FRAMEWORK_READ, get_column, sequences_of, to_tensor
 from hflow.data.batches.shared_prefix import PrefixSharing, share_prefixes
 from hflow.data.batches.trajectory_rows import cut_trajectories
+from hflow.models.expert_balance import BalancedTokens
 from hflow.models.expert_replay import ReplayedExperts, replayed_experts
 from hflow.models.hf_config import max_length
 from hflow.models.packed_attention import PackedLayout, SharedRows
@@ -91,6 +92,8 @@ class PackedTokens:
     """The experts that routers are to choose; None: they choose themselves."""
     images: RowsOfImages | None
     """The images among the computed tokens."""
+    balanced: BalancedTokens | None = field(default=None, kw_only=True)
+    """What routers count and balance; None: nothing."""
 
     def computed_rows(self, positions: Tensor) -> Tensor:
         """Return the computed rows (indices below U) of tokens at these positions (indices below T)."""
@@ -161,6 +164,18 @@ def prepare_batch(batch: Batch, head: str, mask_field: str | None = None) -> Bat
             NUM_LEARNED: Column(Unit.SEQUENCE, num_learned),
         }
     )
+
+
+def sequence_shares(batch: Batch, totals: Mapping[Unit, int]) -> npt.NDArray[np.float64]:
+    """Return the share `[S]` of each sequence in means over the sequences of samples (`seq-mean`).
+
+    Args:
+        batch: a prepared micro-batch.
+        totals: samples that count in the whole minibatch, over all ranks.
+    """
+    columns = batch.columns
+    learned, num = (np.asarray(columns[name].values) for name in (LEARNED, NUM_SEQUENCES))
+    return learned / np.maximum(num, 1) / max(totals[Unit.SEQUENCE], 1)
 
 
 def count_valid(batch: Batch) -> dict[Unit, int]:
