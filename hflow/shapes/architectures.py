@@ -1,8 +1,8 @@
-"""Reads a `ModelShape` from a Hugging Face `config.json`.
+"""The families of models, and how a `ModelShape` is read from a Hugging Face `config.json`.
 
 The tensors of `FAMILIES` are known one by one, so every backend can divide them. Of
-`PLANNED_FAMILIES` parameters, caches and FLOPs are known: their plans are whole, but they run only where a
-backend takes any model of transformers, without dividing tensors.
+`PLANNED_FAMILIES` parameters, caches and FLOPs are known: their plans are whole, but most run only where a
+backend takes any model of transformers, without dividing tensors. `UNSUPPORTED` run nowhere.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ EXPERT_FAMILIES = tuple(name for name, sizes in FAMILIES.items() if "num_experts
 only the torch backend and the embedded engine can exchange them."""
 DENSE_FAMILIES = tuple(name for name in FAMILIES if name not in EXPERT_FAMILIES)
 """The families without experts. They differ in biases, head norms and sizes only."""
-
+KNOWN_FAMILIES = (*FAMILIES, "gemma3_text")
+"""The families whose tensors `tensors` lists under their names in checkpoints."""
 
 SCORE_BIAS = "e_score_correction_bias"
 """Name of the bias by which routers of some families choose, in fp32."""
@@ -120,9 +121,9 @@ def read_shape(config: Config, head: str = "lm") -> ModelShape | None:
     return replace(shape, head=head, is_tied=head == "lm" and is_tied)
 
 
-def can_run(shape: ModelShape) -> bool:
-    """Return whether the tensors of this family are known, so that every backend runs it."""
-    return shape.family in FAMILIES
+def knows_tensors(shape: ModelShape) -> bool:
+    """Return whether the tensors of this family are known one by one."""
+    return shape.family in KNOWN_FAMILIES
 
 
 _WITH_TEXT_CONFIG = {"llama4": "llama4_text", "gemma3": "gemma3_text", "mistral3": "mistral"}
@@ -298,7 +299,7 @@ def _gpt_oss(family: str, config: Config) -> ModelShape:
 
 
 def _gemma(family: str, config: Config) -> ModelShape:
-    pattern = 2 if family == "gemma2" else _size(family, config, "sliding_window_pattern", 6)
+    pattern = 2 if family == "gemma2" else _full_every(family, config)
     return replace(
         _dense_shape(family, config, _NO_DEFAULTS),
         window=SlidingWindow(_size(family, config, "sliding_window"), pattern),
@@ -307,9 +308,30 @@ def _gemma(family: str, config: Config) -> ModelShape:
     )
 
 
+def _full_every(family: str, config: Config) -> int:
+    """Return which layers of Gemma 3 attend to all tokens: every sixth, unless the config says otherwise."""
+    layers = config.get("layer_types")
+    if isinstance(layers, (list, tuple)) and "full_attention" in layers:
+        return layers.index("full_attention") + 1
+    return _size(family, config, "sliding_window_pattern", 6)
+
+
+def _glm4(family: str, config: Config) -> ModelShape:
+    has_bias = bool(config.get("attention_bias", False))
+    return replace(_dense_shape(family, config, _NO_DEFAULTS), has_qkv_bias=has_bias, has_post_norms=True)
+
+
+def _deepseek_v2(family: str, config: Config) -> ModelShape:
+    shape = _deepseek_v3(family, config)
+    assert shape.experts is not None
+    return replace(shape, experts=replace(shape.experts, has_router_bias=False))
+
+
 PLANNED_FAMILIES: Mapping[str, Callable[[str, Config], ModelShape]] = {
     "mixtral": _mixtral,
+    "glm4": _glm4,
     "glm4_moe": _glm4_moe,
+    "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
     "kimi_k2": _deepseek_v3,
     "llama4_text": _llama4,
@@ -317,7 +339,14 @@ PLANNED_FAMILIES: Mapping[str, Callable[[str, Config], ModelShape]] = {
     "gemma2": _gemma,
     "gemma3_text": _gemma,
 }
-"""`model_type`s whose tensors are not known one by one -> the function that reads their sizes."""
+"""Other `model_type`s -> the function that reads their sizes."""
+UNSUPPORTED: Mapping[str, str] = {
+    "gemma2": "caps scores and logits",
+    "llama4_text": "attends in chunks, and scales queries by their position",
+    "kimi_k2": "is not in transformers",
+    **dict.fromkeys(_WITH_TEXT_CONFIG, "has parts beside its language model"),
+}
+"""Families that no backend and no engine runs, each with the reason."""
 
 
 ONLY_PLANNED = (*PLANNED_FAMILIES, *_WITH_TEXT_CONFIG)
