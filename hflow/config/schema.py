@@ -174,11 +174,11 @@ class BalanceConfig:
     all have the same load. f is an expert's load relative to the mean, P its mean probability."""
     over: Literal["sequence", "batch"] | None = None
     """The tokens that f and P belong to. `sequence`: those of a sequence, of which the loss is the mean.
-    `batch`: those of all sequences of an optimizer step; a forward pass before the others counts them. null:
+    `batch`: those of all sequences of an optimizer step, which a forward pass before the others counts. null:
     `sequence`."""
     bias_rate: StrictFloat = Field(default=0.0, ge=0)
-    """What is added after each step to the bias of an expert that was chosen less often than the mean, and
-    taken from that of one chosen more often; for families whose routers choose by biased scores."""
+    """What each optimizer step adds to the bias of an expert that was chosen less often than the mean, and
+    takes from that of one chosen more often; for families whose routers choose by biased scores."""
 
 
 @dataclass(frozen=True, config=CHECKED)

@@ -347,6 +347,27 @@ UNSUPPORTED: Mapping[str, str] = {
     **dict.fromkeys(_WITH_TEXT_CONFIG, "has parts beside its language model"),
 }
 """Families that no backend and no engine runs, each with the reason."""
+TITLES: Mapping[str, str] = {
+    "llama": "Llama 2 and 3, SmolLM2",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2, Qwen2.5",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3 MoE",
+    "gemma3_text": "Gemma 3, text only",
+    "glm4": "GLM-4",
+    "glm4_moe": "GLM-4.5",
+    "deepseek_v2": "DeepSeek-V2",
+    "deepseek_v3": "DeepSeek-V3, R1",
+    "gpt_oss": "gpt-oss",
+    "mixtral": "Mixtral",
+    "gemma2": "Gemma 2",
+    "gemma3": "Gemma 3 with images",
+    "llama4": "Llama 4 with images",
+    "llama4_text": "Llama 4, text only",
+    "mistral3": "Mistral 3 with images",
+    "kimi_k2": "Kimi K2",
+}
+"""Family -> the models that belong to it."""
 
 
 ONLY_PLANNED = (*PLANNED_FAMILIES, *_WITH_TEXT_CONFIG)

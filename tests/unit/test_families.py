@@ -9,12 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from hflow.base.errors import BackendError
+from hflow.base.errors import BackendError, PlanError
 from hflow.engines.embedded.engine import EmbeddedEngine
 from hflow.engines.embedded.families import own_forward_objection
 from hflow.engines.interface import SamplingParams
+from hflow.launch.planning.compile import compile_recipe
 from hflow.models.attention_kernels import Reach, additive_mask, cached_attention, reaching_attention
 from hflow.models.settings import ModelSettings
+from hflow.planner.checks.unrunnable import builds
+from hflow.planner.plan.traits import BACKENDS, ENGINES
+from hflow.report.content import experts_line
+from hflow.shapes.architectures import FAMILIES, PLANNED_FAMILIES, TITLES, UNSUPPORTED
 from hflow.weights.incoming import IncomingWeights
 from tests.kits import family_kit, torch_kit
 from tests.kits.family_kit import ARCHITECTURES, architecture, logprobs, plain
@@ -124,3 +129,70 @@ def test_attention_that_is_neither_causal_nor_windowed_is_refused() -> None:
     both = architecture("gemma3_text") | {"use_bidirectional_attention": True}
     with pytest.raises(BackendError, match="attention to later tokens"):
         torch_kit.model(architecture=both)
+
+
+def test_each_family_that_the_planner_knows_is_run_here_or_refused() -> None:
+    """`FAMILIES` have tests of their own; of others, one that runs somewhere is among those of this file."""
+    assert {*FAMILIES, *PLANNED_FAMILIES, *UNSUPPORTED} == set(TITLES)
+    others = set(TITLES) - set(FAMILIES)
+    for name in (*BACKENDS, *ENGINES):
+        assert {family for family in others if builds(name, family)} <= set(ARCHITECTURES), name
+    assert not any(builds(name, family) for name in (*BACKENDS, *ENGINES) for family in UNSUPPORTED)
+
+
+GRPO = Path(__file__).parents[2] / "recipes" / "grpo.py"
+
+
+def unrunnable(model: str, *more: str) -> tuple[str, ...]:
+    named = (f"model@models.actor={model}", "models.actor.path=null")
+    return compile_recipe(GRPO, [*named, "cluster=h100-8x8", *more]).plan.unrunnable
+
+
+def test_families_that_run_nowhere_and_kernels_without_sinks_are_refused_by_the_plan() -> None:
+    (reason,) = unrunnable("gemma-2-2b")
+    assert reason.startswith(
+        "models.actor is of family gemma2, which caps scores and logits, so that it can "
+    )
+    assert unrunnable("gemma-3-1b") == ()
+    megatron = unrunnable("gemma-3-1b", "models.actor.backend=megatron")
+    assert megatron[0].startswith(
+        "models.actor is of family gemma3_text, which can be planned with megatron "
+    )
+    sinks = unrunnable("gpt-oss-20b", "models.actor.gen.engine=embedded")
+    assert any("actor has attention sinks, which torch varlen does not compute" in one for one in sinks)
+
+
+BALANCE = "models.actor.balance"
+DENSE = (f"{BALANCE}.coefficient=0.1",)
+MOE = ("model@models.actor=tiny-qwen3-moe", "models.actor.path=null")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (DENSE, r"has no experts \(family qwen2\)"),
+        (
+            (*MOE, f"{BALANCE}.bias_rate=0.001"),
+            "family qwen3_moe have no bias, unlike those of deep",
+        ),
+        ((*MOE, f"{BALANCE}.over=batch"), "has neither a loss nor a bias"),
+        ((*MOE, *DENSE, "models.actor.compile=true"), "compiled layers do not balance experts"),
+        (
+            (*MOE, "models.actor.balance.bias_rate=1e-3", "models.actor.balance.over=batch"),
+            "coefficient is 0",
+        ),
+    ],
+)
+def test_a_balance_without_effect_is_refused(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        compile_recipe(GRPO, overrides)
+
+
+def test_a_plan_counts_the_pass_that_counts_tokens_and_says_what_balances_the_experts() -> None:
+    over_sequences, over_batch = (
+        compile_recipe(GRPO, (*MOE, *DENSE, f"{BALANCE}.over={over}")).plan for over in ("sequence", "batch")
+    )
+    assert over_batch.forecast is not None
+    assert over_sequences.forecast is not None
+    assert over_batch.forecast.period.seconds > 1.05 * over_sequences.forecast.period.seconds
+    assert experts_line(over_batch).endswith("balanced by a loss over each batch with coefficient 0.1")

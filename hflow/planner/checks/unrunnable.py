@@ -103,12 +103,15 @@ def _quantization_reasons(replica: Replica, request: PlanRequest) -> Iterator[st
         )
 
 
+def builds(backend: str, family: str) -> bool:
+    """Return whether a backend or an engine runs models of a family that the planner knows."""
+    families = traits(backend).families
+    return family not in UNSUPPORTED if families is None else family in families
+
+
 def runs_family(backend: str, shape: ModelShape | None) -> bool:
     """Return whether a backend or an engine runs models of a family; of unknown sizes, each says itself."""
-    families = traits(backend).families
-    return shape is None or (
-        shape.family not in UNSUPPORTED if families is None else shape.family in families
-    )
+    return shape is None or builds(backend, shape.family)
 
 
 def _family_reasons(plan: Plan, request: PlanRequest, fits: FitsFunction) -> Iterator[str]:
