@@ -36,7 +36,7 @@ from hflow.config.schema import BalanceConfig
 from hflow.data.batches.batch import Batch
 from hflow.data.batches.batch_arguments import to_tensor
 from hflow.data.batches.shared_prefix import PrefixSharing
-from hflow.shapes.architectures import Router
+from hflow.shapes.architectures import RouterKind
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,7 @@ class BalancedTokens:
         gradient = self._observe(layer, logits.detach(), index, score)
         if gradient is None:
             return weights
-        added: Tensor = _AddGradient.apply(weights, logits, gradient)
-        return added
+        return _add_gradient(weights, logits, gradient)
 
     @torch.no_grad()
     def _observe(self, layer: int, logits: Tensor, index: Tensor, score: str) -> Tensor | None:
@@ -105,7 +104,7 @@ class BalancedTokens:
         return gradient
 
     def _counted(self, index: Tensor, num_experts: int) -> Tensor:
-        """Return how often the tokens of each sequence have each expert: float32 `[S, N]`."""
+        """Return the number of tokens of each sequence that have each expert: float32 `[S, N]`."""
         places = self.sequence[:, None] * num_experts + index[self.row]
         each = self.counts[:, None].expand_as(places)
         flat = each.new_zeros(len(self.scale) * num_experts)
@@ -134,6 +133,9 @@ class _AddGradient(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         (gradient,) = ctx.saved_tensors
         return grad, gradient, None
+
+
+_add_gradient: Callable[[Tensor, Tensor, Tensor], Tensor] = _AddGradient.apply
 
 
 @dataclass(frozen=True)
@@ -207,7 +209,7 @@ class ExpertBalance:
         )
 
     def total(self, parts: Iterable[BalancedTokens]) -> Tensor:
-        """Return what the layers of all ranks found, float64 `[L, 2 N + 1]`; a collective over `group`."""
+        """Return the sums of what each layer found on all ranks, float64 `[L, 2 N + 1]`; a collective."""
         total = torch.zeros(
             self.num_layers, 2 * self.num_experts + 1, dtype=torch.float64, device=self.device
         )
@@ -238,12 +240,12 @@ BALANCED = "balanced_tokens"
 """Keyword argument with which a model's forward passes `BalancedTokens` to its layers."""
 
 
-def routers_of(layers: Iterable[nn.Module], kind: Router) -> list[tuple[nn.Module, Any]]:
+def routers_of(layers: Iterable[nn.Module], kind: RouterKind) -> list[tuple[nn.Module, Any]]:
     """Return the decoder layers with experts, each with its router."""
     return [(layer, x) for layer in layers for x in layer.modules() if type(x).__name__ == kind.module]
 
 
-def let_routers_balance(layers: Iterable[nn.Module], kind: Router) -> None:
+def let_routers_balance(layers: Iterable[nn.Module], kind: RouterKind) -> None:
     """Let the routers of decoder layers count and balance where the argument `BALANCED` is passed.
 
     Each layer passes it to its router when its forward runs, in a recomputation too.

@@ -160,7 +160,7 @@ def packed_attention(
 
 
 def reach_of(module: nn.Module, arguments: Mapping[str, Any]) -> Reach:
-    """Return what a layer attends to, by the further arguments of HF's attention interface.
+    """Return the keys that a layer attends to, by the further arguments of HF's attention interface.
 
     Raises:
         BackendError: if the model asks for more than causal attention with windows and sinks.

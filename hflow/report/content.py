@@ -104,7 +104,7 @@ def experts_line(plan: Plan) -> str:
 
 
 def _balance_text(model: str, settings: Mapping[str, Any]) -> str:
-    """Return what balances the experts of a model; empty if nothing does."""
+    """Describe the balance of a model's experts; empty if there is none."""
     key = f"models.{model}.balance"
     coefficient, rate = (settings.get(f"{key}.{name}") for name in ("coefficient", "bias_rate"))
     over = settings.get(f"{key}.over") or "sequence"

@@ -63,7 +63,7 @@ SCORE_BIAS = "e_score_correction_bias"
 """Name of the bias by which routers of some families choose, in fp32."""
 
 
-class Router(NamedTuple):
+class RouterKind(NamedTuple):
     """The routers of a family, as transformers has them."""
 
     module: str
@@ -74,15 +74,15 @@ class Router(NamedTuple):
     """Whether experts are chosen by scores with the bias `SCORE_BIAS`, which has no gradient."""
 
 
-ROUTERS: Mapping[str, Router] = {
-    "qwen3_moe": Router("Qwen3MoeTopKRouter"),
-    "qwen2_moe": Router("Qwen2MoeTopKRouter"),
-    "mixtral": Router("MixtralTopKRouter"),
-    "olmoe": Router("OlmoeTopKRouter"),
-    "gpt_oss": Router("GptOssTopKRouter"),
-    "deepseek_v2": Router("DeepseekV2TopkRouter"),
-    "deepseek_v3": Router("DeepseekV3TopkRouter", "sigmoid", has_bias=True),
-    "glm4_moe": Router("Glm4MoeTopkRouter", "sigmoid", has_bias=True),
+ROUTERS: Mapping[str, RouterKind] = {
+    "qwen3_moe": RouterKind("Qwen3MoeTopKRouter"),
+    "qwen2_moe": RouterKind("Qwen2MoeTopKRouter"),
+    "mixtral": RouterKind("MixtralTopKRouter"),
+    "olmoe": RouterKind("OlmoeTopKRouter"),
+    "gpt_oss": RouterKind("GptOssTopKRouter"),
+    "deepseek_v2": RouterKind("DeepseekV2TopkRouter"),
+    "deepseek_v3": RouterKind("DeepseekV3TopkRouter", "sigmoid", has_bias=True),
+    "glm4_moe": RouterKind("Glm4MoeTopkRouter", "sigmoid", has_bias=True),
 }
 """Families whose experts can be balanced (`models.NAME.balance`)."""
 
@@ -309,7 +309,7 @@ def _gemma(family: str, config: Config) -> ModelShape:
 
 
 def _full_every(family: str, config: Config) -> int:
-    """Return which layers of Gemma 3 attend to all tokens: every sixth, unless the config says otherwise."""
+    """Return n where every n-th layer of Gemma 3 attends to all tokens: 6, if the config does not say."""
     layers = config.get("layer_types")
     if isinstance(layers, (list, tuple)) and "full_attention" in layers:
         return layers.index("full_attention") + 1

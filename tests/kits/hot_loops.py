@@ -33,6 +33,7 @@ HOT: Mapping[str, Collection[str] | None] = {
     "models/attention_kernels.py": EVERYTHING,
     "models/decode_kernel.py": EVERYTHING,
     "models/packed_attention.py": EVERYTHING,
+    "models/expert_balance.py": EVERYTHING,
     "models/expert_replay.py": EVERYTHING,
     "training/loop/first_pass.py": EVERYTHING,
     "models/host_offload.py": ("to_host", "to_device", "take", "_return", "release", "copy", "limit_leaving"),

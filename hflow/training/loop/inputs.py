@@ -175,7 +175,8 @@ def sequence_shares(batch: Batch, totals: Mapping[Unit, int]) -> npt.NDArray[np.
     """
     columns = batch.columns
     learned, num = (np.asarray(columns[name].values) for name in (LEARNED, NUM_SEQUENCES))
-    return learned / np.maximum(num, 1) / max(totals[Unit.SEQUENCE], 1)
+    shares: npt.NDArray[np.float64] = learned / np.maximum(num, 1) / max(totals[Unit.SEQUENCE], 1)
+    return shares
 
 
 def count_valid(batch: Batch) -> dict[Unit, int]:

@@ -164,7 +164,7 @@ class Stage:
         return ReplayedExperts(self._on_tensor_rank(index), self._on_tensor_rank(num_tokens))
 
     def rows_here(self, num_tokens: int, division: RowDivision | None) -> Tensor:
-        """Return which of the U tokens this rank's routers get, -1 for padding: int64 `[U' / T]`.
+        """Return the indices of the tokens that this rank's routers get, -1 for padding: int64 `[U' / T]`.
 
         Args:
             num_tokens: U.

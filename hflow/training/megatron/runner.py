@@ -188,7 +188,7 @@ LAYER_COLUMNS = ("input_ids", LEARNED, NUM_SEQUENCES, *_REPLAYED)
 
 
 def _total(balance: ExpertBalance, microbatches: Sequence[StageTokens]) -> Tensor:
-    """Return what the routers of all ranks found in a minibatch; a collective."""
+    """Return the sums of what the routers of all ranks found in a minibatch; a collective."""
     return balance.total(of.balanced for of in microbatches if of.balanced is not None)
 
 
