@@ -202,7 +202,18 @@ Prox = Annotated[
 ]
 Mask = Annotated[
     str | None,
-    _option(text="name of a bool field; tokens where it is False are left out of the loss."),
+    _option(
+        text="name of a bool field; learned tokens where it is False are left out of the loss. Whole numbers "
+        "of a batch node, one per sequence: how often each counts, as if it were so often in the minibatch."
+    ),
+]
+Observed = Annotated[
+    str | None,
+    _option(
+        text="name of a bool field; tokens where it is True and that are not learned have log-probs in "
+        "`Output.observed_logprobs`. The loss's entries there are averaged over all such tokens of a "
+        "minibatch, whatever `reduce` and `mask`."
+    ),
 ]
 
 
@@ -297,6 +308,7 @@ class TrainOptions(TypedDict, total=False):
     epochs: Epochs
     prox: Prox
     mask: Mask
+    observed: Observed
     min_group: MinGroup
 
 

@@ -14,6 +14,8 @@ by itself.
 
 **Images**: every train and infer node of a stream whose model sees reads them.
 
+**Flags**: the options `mask` and `observed` of a train node name fields of flags.
+
 **Groups**: a train or infer body that uses the groups of its `Sequences` reads `group`, by which
 micro-batches keep groups whole. The language adds this read (`dsl/recipe.py`).
 """
@@ -34,6 +36,8 @@ from hflow.types.trajectory import PIXELS, TRAJECTORY
 PROX = "prox_logprobs"
 COMPARED = "@behav_logprobs"
 """The parameter for log-probs of samples that a train node compares with the trainer's."""
+FLAG_OPTIONS = ("mask", "observed")
+"""Options of a train node that name a bool field."""
 _INTERPOLATING = ("loglinear", "metrics")
 
 
@@ -61,15 +65,36 @@ def framework_parameters(node: NodeSpec, trains_own_samples: bool) -> tuple[Para
     """
     if node.verb != "train":
         return ()
-    parameters = []
-    if node.option("mask") is not None:
-        parameters.append(Parameter("@mask", node.option("mask"), Unit.TOKEN, "tensor"))
+    parameters = [
+        Parameter(f"@{option}", node.option(option), Unit.TOKEN, "tensor")
+        for option in FLAG_OPTIONS
+        if node.option(option) is not None
+    ]
     is_compared = trains_own_samples and any(p.field == "behav_logprobs" for p in node.parameters)
     if is_compared or node.option("prox") in _INTERPOLATING:
         parameters += [
             Parameter(name, name.removeprefix("@"), Unit.TOKEN, "tensor") for name in (COMPARED, "@versions")
         ]
     return tuple(parameters)
+
+
+def check_observed(graph: Graph) -> None:
+    """Check that a train node with `observed=` computes log-probs, and has a loss with entries for tokens.
+
+    Raises:
+        RecipeError: if not.
+    """
+    for node in graph.nodes:
+        if node.spec.option("observed") is None:
+            continue
+        model = graph.model(node.spec.models[0])
+        if model.head != "lm":
+            problem = f"observed needs log-probs, but model {model.name!r} has head={model.head!r}"
+        elif node.spec.returns[0].unit is not Unit.TOKEN:
+            problem = f"observed needs a loss PerToken, not one per {node.spec.returns[0].unit}"
+        else:
+            continue
+        raise recipe_error(node.spec.where, node.name, f"{problem}. Remove observed=")
 
 
 def unread_prox(nodes: Sequence[Node]) -> Iterator[Node]:

@@ -11,11 +11,11 @@ from hflow.environments.interface import ENVIRONMENTS, adapter_named
 from hflow.nodes.advantages import (
     adaptive_entropy,
     best_advantage,
-    best_worst_mask,
     gae,
     gdpo_advantage,
     gpg_advantage,
     group_advantage,
+    hierarchical_advantage,
     kl_reward,
     leave_one_out,
     maxrl_advantage,
@@ -47,6 +47,7 @@ from hflow.nodes.off_policy import (
     is_trusted,
     m2po_mask,
 )
+from hflow.nodes.selection import best_worst_mask, observed_tokens, resample
 from hflow.nodes.training import (
     actor_train,
     cispo_train,
@@ -94,6 +95,7 @@ __all__ = [
     "gpg_advantage",
     "group_advantage",
     "gspo_train",
+    "hierarchical_advantage",
     "high_entropy_train",
     "is_trusted",
     "kl_cov_train",
@@ -104,6 +106,7 @@ __all__ = [
     "logit_gradient_inf",
     "m2po_mask",
     "maxrl_advantage",
+    "observed_tokens",
     "opo_advantage",
     "optimal_token_advantage",
     "orpo",
@@ -112,6 +115,7 @@ __all__ = [
     "ref_inf",
     "reinforce_pp_baseline",
     "reinforce_train",
+    "resample",
     "returns_to_go",
     "rew_inf",
     "reward_train",

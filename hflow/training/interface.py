@@ -76,6 +76,9 @@ BEHAV_GAP_MAX = declare("{node}/behav_gap.max", "nats", "largest of these differ
 BEHAV_KL = declare(
     "{node}/behav_kl", "nats", "KL(engine ‖ trainer) per token, also of tokens that older weights drew"
 )
+OBSERVED_NLL = declare(
+    "{node}/observed_nll", "nats", "mean of -log p of the observed tokens, for a train node with observed="
+)
 REROUTED = declare(
     "{node}/rerouted",
     "",
@@ -124,7 +127,7 @@ class NodeCall:
     knobs: Mapping[str, Any]
     """Hyper-parameters by parameter name."""
     options: Mapping[str, Any]
-    """The node's options: `mask`, `prox`, and of a train node `reduce` and `epochs`."""
+    """The node's options: `mask`, `observed`, `prox`, and of a train node `reduce` and `epochs`."""
     temperature: float = 1.0
     """Generation temperature of the model's policy: log-probs and entropy divide logits by it."""
     is_first_writer: bool = True

@@ -12,11 +12,13 @@ class Output:
     """The results of one forward pass over packed sequences. They depend on the model's head.
 
     `lm`: `logprobs` and `entropy` (PerToken, at the generation temperature), `topk(k)` (ids and log-probs,
-    both `[T, K]`) and `logprobs_of(ids)` (`[T, K]`). `value`: `values` (PerToken) and `bootstrap`
-    (PerSequence). `score`: `scores` (PerSequence).
+    both `[T, K]`), `logprobs_of(ids)` (`[T, K]`), and in a train node with the option `observed`
+    `observed_logprobs` (PerToken). `value`: `values` (PerToken) and `bootstrap` (PerSequence). `score`:
+    `scores` (PerSequence).
 
-    PerToken floats are 0 where `loss_mask` is 0. Backends compute a result when a body reads it. To call a
-    body in a test, construct an output from tensors: `Output(logprobs=theta)`.
+    PerToken floats are 0 where `loss_mask` is 0; only `observed_logprobs` has entries there. Backends compute
+    a result when a body reads it. To call a body in a test, construct an output from tensors:
+    `Output(logprobs=theta)`.
     """
 
     def __init__(self, **fields: Tensor) -> None:
@@ -36,6 +38,14 @@ class Output:
     def logprobs(self) -> Tensor:
         """`log p(input_ids[t] | input_ids[:t])`, PerToken."""
         return self._tensor("logprobs")
+
+    @property
+    def observed_logprobs(self) -> Tensor:
+        """`log p` of the tokens that the model observed, PerToken; 0 elsewhere, also where one is learned.
+
+        The entries of a loss at these tokens are averaged over those of the minibatch.
+        """
+        return self._tensor("observed_logprobs")
 
     @property
     def entropy(self) -> Tensor:
