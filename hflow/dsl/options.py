@@ -207,6 +207,13 @@ Mask = Annotated[
         "of a batch node, one per sequence: how often each counts, as if it were so often in the minibatch."
     ),
 ]
+ComputedMask = Annotated[
+    str | None,
+    _option(
+        text="name of a bool field of samples; those where it is False are not computed. Their results are "
+        "NaN, and -1 of whole numbers."
+    ),
+]
 Observed = Annotated[
     str | None,
     _option(
@@ -295,6 +302,7 @@ class InferOptions(TypedDict, total=False):
     after: After
     min_group: MinGroup
     per: Per
+    mask: ComputedMask
 
 
 class TrainOptions(TypedDict, total=False):

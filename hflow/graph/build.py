@@ -17,8 +17,8 @@ from hflow.graph.errors import recipe_error
 from hflow.graph.field_table import UNIT_NAMES, Field, FieldTable, build_field_table, column_fields, sees
 from hflow.graph.framework_reads import (
     FLAG_OPTIONS,
+    check_flags,
     check_lists,
-    check_observed,
     check_prox,
     check_readers_of_images,
     check_recorded_kinds,
@@ -220,7 +220,7 @@ def build_graph(spec: RecipeSpec) -> Graph:
     check_graph(graph)
     check_recorded_kinds(graph)
     check_lists(graph)
-    check_observed(graph)
+    check_flags(graph)
     check_readers_of_images(graph)
     return replace(graph, nodes=_in_order(nodes, edges), warnings=tuple(warnings_of(graph, spec)))
 

@@ -37,7 +37,7 @@ PROX = "prox_logprobs"
 COMPARED = "@behav_logprobs"
 """The parameter for log-probs of samples that a train node compares with the trainer's."""
 FLAG_OPTIONS = ("mask", "observed")
-"""Options of a train node that name a bool field."""
+"""Options of train and infer nodes that name a bool field."""
 _INTERPOLATING = ("loglinear", "metrics")
 
 
@@ -56,20 +56,21 @@ def computes_own_prox(node: NodeSpec, parameter: Parameter) -> bool:
 
 
 def framework_parameters(node: NodeSpec, trains_own_samples: bool) -> tuple[Parameter, ...]:
-    """Return the parameters of a train node that hflow reads and the body does not receive.
+    """Return the parameters of a train or infer node that hflow reads and the body does not receive.
 
     Args:
         node: any node.
         trains_own_samples: whether its model generated its samples. If it reads their log-probs, these are
             compared with the trainer's (`training/loop/loss.py`).
     """
-    if node.verb != "train":
-        return ()
+    unit = Unit.TOKEN if node.verb == "train" else Unit.SEQUENCE
     parameters = [
-        Parameter(f"@{option}", node.option(option), Unit.TOKEN, "tensor")
+        Parameter(f"@{option}", node.option(option), unit, "tensor")
         for option in FLAG_OPTIONS
         if node.option(option) is not None
     ]
+    if node.verb != "train":
+        return tuple(parameters)
     is_compared = trains_own_samples and any(p.field == "behav_logprobs" for p in node.parameters)
     if is_compared or node.option("prox") in _INTERPOLATING:
         parameters += [
@@ -78,13 +79,21 @@ def framework_parameters(node: NodeSpec, trains_own_samples: bool) -> tuple[Para
     return tuple(parameters)
 
 
-def check_observed(graph: Graph) -> None:
-    """Check that a train node with `observed=` computes log-probs, and has a loss with entries for tokens.
+def check_flags(graph: Graph) -> None:
+    """Check that nodes can use the flags of `mask=` and `observed=`.
+
+    An infer node with `mask=` computes each sample by itself. A train node with `observed=` computes
+    log-probs, and has a loss with entries for tokens.
 
     Raises:
         RecipeError: if not.
     """
     for node in graph.nodes:
+        if node.spec.verb == "infer" and node.spec.option("mask") is not None:
+            units = {returned.unit for returned in node.spec.returns}
+            if not units <= {Unit.TOKEN, Unit.SEQUENCE} or any(read.field == "group" for read in node.reads):
+                problem = "mask chooses samples, but the body needs whole groups, or returns objects"
+                raise recipe_error(node.spec.where, node.name, f"{problem}. Remove mask=")
         if node.spec.option("observed") is None:
             continue
         model = graph.model(node.spec.models[0])

@@ -49,6 +49,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
             "opd",
             ["placement=null", "models.teacher.path=null", "models.teacher.architecture.num_hidden_layers=3"],
         ),
+        ("teachers", ["models.low.path=null", "models.high.path=null"]),
         pytest.param("reinforce_pp", ["batch=64"], marks=pytest.mark.long),
         ("remax", ["batch=64"]),
         pytest.param("rloo", [], marks=pytest.mark.long),

@@ -105,6 +105,35 @@ def test_a_loss_of_groups_cannot_count_samples():
         kit.model().train(counted, [TrainShard((BATCH,))], 5)
 
 
+# ------------------------------------------------------------------------------- samples of an infer node
+def test_an_infer_node_computes_the_samples_of_its_mask_only():
+    def likeliest(out, seqs):
+        return (*out.topk(3), out.logprobs, seqs.mean(out.entropy))
+
+    units = {"ids": "token", "likeliest": "token", "result": "token", "entropy": "sequence"}
+    call = dataclasses.replace(kit.call(likeliest, "token", []), returns=tuple(units.items()))
+    chosen = dataclasses.replace(call, options={"mask": "keep"})
+    keep = values(BATCH, "keep")
+    nothing = BATCH.take(np.flatnonzero(~keep)[:2])
+    backend = kit.model(tokens_per_microbatch=20)
+    seen = []
+    backend._runner.module.backbone.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    wanted, _ = backend.infer(call, [BATCH, nothing])
+    seen.clear()
+    got, empty = backend.infer(chosen, [BATCH, nothing])
+    assert sum(seen) == BATCH.lengths[keep].sum() + nothing.lengths[0], "one sample where none is chosen"
+    tokens = np.repeat(keep, BATCH.lengths)
+    for name, unit in units.items():
+        rows = tokens if unit == "token" else keep
+        np.testing.assert_allclose(values(got, name)[rows], values(wanted, name)[rows], atol=1e-5)
+        left = values(got, name)[~rows]
+        assert (left == -1).all() if name == "ids" else np.isnan(left).all()
+        assert values(empty, name).shape[1:] == values(got, name).shape[1:]
+        assert (values(empty, name) == -1).all() if name == "ids" else np.isnan(values(empty, name)).all()
+
+
 # ------------------------------------------------------------------------------------------ nodes
 def test_observed_tokens_follow_the_first_learned_one():
     mask = [False, True, False, True, False, False, False, False, True, False]
@@ -135,7 +164,8 @@ RECIPE = """
 from hflow import *
 data = Dataset("train", prompt=Text, answer=Text)
 actor = Model("actor", trainable=True)
-recipe = Recipe("echo", data, [use(nodes.actor_gen, actor, group=4), use(rewards.exact, returns="reward"), nodes.group_advantage,
+recipe = Recipe("echo", data, [use(nodes.actor_gen, actor, group=4), use(rewards.exact, returns="reward"),
+    nodes.group_advantage,
     nodes.observed_tokens, use(nodes.{node}, actor{options})])
 """
 
