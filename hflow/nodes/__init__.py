@@ -48,6 +48,15 @@ from hflow.nodes.off_policy import (
     m2po_mask,
 )
 from hflow.nodes.selection import best_worst_mask, observed_tokens, resample
+from hflow.nodes.spans import (
+    aligned_view,
+    span_advantage,
+    span_inf,
+    step_ends,
+    step_inf,
+    traced_chat_gen,
+    traced_gen,
+)
 from hflow.nodes.training import (
     actor_train,
     cispo_train,
@@ -75,6 +84,7 @@ __all__ = [
     "actor_inf",
     "actor_train",
     "adaptive_entropy",
+    "aligned_view",
     "behav_weights",
     "best_advantage",
     "best_worst_mask",
@@ -124,7 +134,13 @@ __all__ = [
     "sapo_train",
     "sft_train",
     "sft_view",
+    "span_advantage",
+    "span_inf",
+    "step_ends",
+    "step_inf",
     "topk_inf",
+    "traced_chat_gen",
+    "traced_gen",
     "turn_advantage",
     "vespo_train",
 ]

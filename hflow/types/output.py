@@ -14,7 +14,7 @@ class Output:
     `lm`: `logprobs` and `entropy` (PerToken, at the generation temperature), `topk(k)` (ids and log-probs,
     both `[T, K]`), `logprobs_of(ids)` (`[T, K]`), and in a train node with the option `observed`
     `observed_logprobs` (PerToken). `value`: `values` (PerToken) and `bootstrap` (PerSequence). `score`:
-    `scores` (PerSequence).
+    `scores` (PerSequence) and `token_scores` (PerToken).
 
     PerToken floats are 0 where `loss_mask` is 0; only `observed_logprobs` has entries there. Backends compute
     a result when a body reads it. To call a body in a test, construct an output from tensors:
@@ -66,6 +66,11 @@ class Output:
     def scores(self) -> Tensor:
         """The score of a sequence, computed at its last token, PerSequence."""
         return self._tensor("scores")
+
+    @property
+    def token_scores(self) -> Tensor:
+        """The score of a sequence up to each token, computed at this token, PerToken."""
+        return self._tensor("token_scores")
 
     def topk(self, k: int) -> tuple[Tensor, Tensor]:
         """Return the `k` most likely tokens at each position: ids and log-probs, both `[T, K]`."""

@@ -55,7 +55,7 @@ def run_infer(
 
 
 def _chosen_rows(call: NodeCall, shard: Batch) -> npt.NDArray[np.int64]:
-    """Return the rows to compute: those that `mask=` chooses. If it chooses none one, whose result is dropped."""
+    """Return the rows to compute: those of `mask=`, or one whose result is dropped if there are none."""
     mask = call.options.get("mask")
     if mask is None:
         return np.arange(len(shard))

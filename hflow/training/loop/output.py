@@ -113,7 +113,7 @@ def _like(mask: Tensor, x: Tensor) -> Tensor:
 
 
 class ScalarOutput(Output):
-    """Output of a critic (`values`, `bootstrap`) or a reward model (`scores`)."""
+    """Output of a critic (`values`, `bootstrap`) or a reward model (`scores`, `token_scores`)."""
 
     def __init__(self, scalars: Tensor, packed: PackedBatch, head: str, padding_id: int | None) -> None:
         """Take one number for each of the T tokens.
@@ -130,7 +130,7 @@ class ScalarOutput(Output):
         self._padding_id = padding_id
         self._makers: dict[str, Callable[[], Tensor]] = {
             "value": {"values": self._values, "bootstrap": self._at_last_tokens},
-            "score": {"scores": self._scores},
+            "score": {"scores": self._scores, "token_scores": self._token_scores},
         }[head]
         self._head = head
 
@@ -147,6 +147,9 @@ class ScalarOutput(Output):
 
     def _at_last_tokens(self) -> Tensor:
         return self._scalars[self._packed.last_tokens]
+
+    def _token_scores(self) -> Tensor:
+        return self._scalars.masked_fill(~self._packed.seqs.loss_mask, 0)
 
     def _scores(self) -> Tensor:
         return self._scalars[scored_tokens(self._packed, self._padding_id)]
