@@ -53,7 +53,7 @@ class CharacterTokenizer:
         return "".join(chr(token) for token in ids if token != END)
 
     def token_ends(self, ids: Sequence[int]) -> list[int]:
-        """Return where the text of each token ends; one after the text for end-of-text tokens."""
+        """Return the end of the text of each token; one after the text for end-of-text tokens."""
         size = len(self.decode(ids))
         return [size + 1 if token == END else end for end, token in enumerate(ids, start=1)]
 

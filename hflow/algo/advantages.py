@@ -372,7 +372,7 @@ def hierarchical_advantage(
         input_ids: `[T]`.
         seqs: the layout of the batch.
         depth: largest number of earlier observations, K.
-        power: of the weights; 0 is the mean.
+        power: exponent of the weights; 0 is the mean.
         gamma: discount from one turn to the next.
         std: divide by the standard deviation.
         eps: added to the standard deviation.
@@ -435,7 +435,7 @@ def _turns(token_reward: Tensor, seqs: Sequences, gamma: float) -> _Turns:
 
 def _relative(returns: Tensor, groups: Tensor, std: bool, eps: float) -> Tensor:
     """Return returns `[N]` of turns less their group's mean, over its deviation if `std`; 0 for one alone."""
-    _, group, count = groups.unique(return_inverse=True, return_counts=True)
+    _, group, count = groups.unique(return_inverse=True, return_counts=True)  # waits: once per batch
     sums = returns.new_zeros(len(count))
     centred: Tensor = returns - (sums.index_add(0, group, returns) / count)[group]
     if std:
@@ -460,7 +460,7 @@ def _contexts(input_ids: Tensor, seqs: Sequences, turns: _Turns, depth: int) -> 
         for k, level in enumerate(levels):
             contexts = ((owner, tuple(seen[max(0, turn - k) : turn + 1])) for turn in range(count))
             level += [known.setdefault(context, len(known)) for context in contexts]
-    return [torch.tensor(level, device=seqs.group.device) for level in levels]
+    return [torch.tensor(level, device=seqs.group.device) for level in levels]  # waits: once per batch
 
 
 def leave_one_out(reward: Tensor, seqs: Sequences) -> Tensor:

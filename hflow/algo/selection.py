@@ -30,7 +30,7 @@ def is_observed(seqs: Sequences, trajectory: Tensor | None = None) -> Tensor:
     if not len(learned):
         return learned
     owner = seqs.index if trajectory is None else torch.stack([seqs.index, trajectory.long()])
-    _, part = torch.unique_consecutive(owner, return_inverse=True, dim=-1)
+    _, part = torch.unique_consecutive(owner, return_inverse=True, dim=-1)  # waits: once per batch
     position = torch.arange(len(learned), device=learned.device)
     never = len(learned)
     first = position.new_full((never + 1,), never).scatter_reduce(
@@ -69,13 +69,13 @@ def is_best_or_worst(reward: Tensor, seqs: Sequences, best: int, worst: int) -> 
 def resampling_weights(
     reward: Tensor, method: Literal["pow", "max_min", "max_random"] = "pow", power: float = 2.0
 ) -> Tensor:
-    """Return how likely each sample is to be drawn, up to a factor.
+    """Return the probability that a sample is drawn, up to a factor.
 
     Args:
         reward: `[S]`.
         method: `pow`: `|r|^power`; `max_min`: only samples with the largest or the smallest reward of the
             batch; `max_random`: those with the largest reward 4 times as likely as others.
-        power: of `pow`.
+        power: exponent for `pow`.
 
     Returns:
         Weights `[S]`; each is at least 1e-8, so that a batch of rewards 0 can be drawn from.

@@ -79,7 +79,7 @@ def resample(
         reward: `[S]`.
         seqs: the layout of the batch.
         weights: how probabilities depend on rewards, see `algo.resampling_weights`.
-        power: of `pow`.
+        power: exponent for `pow`.
 
     Returns:
         Counts `[S]`, which add up to S, and metrics: the share of samples that are `drawn`.

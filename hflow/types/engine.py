@@ -245,7 +245,7 @@ class Tokenizer(Protocol):
         ...
 
     def token_ends(self, ids: Sequence[int]) -> list[int]:
-        """Return where the text of each token of an answer ends, in characters from the answer's first one.
+        """Return the end of the text of each token of an answer, in characters from the answer's first one.
 
         It is -1 for a token that ends within a character, and one more than the length of the text for a last
         token that ends the turn.

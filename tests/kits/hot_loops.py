@@ -29,6 +29,7 @@ HOT: Mapping[str, Collection[str] | None] = {
     "algo/off_policy.py": EVERYTHING,
     "algo/pass_at_k.py": EVERYTHING,
     "algo/ratios.py": EVERYTHING,
+    "algo/selection.py": EVERYTHING,
     "engines/embedded/step_images.py": EVERYTHING,
     "models/attention_kernels.py": EVERYTHING,
     "models/decode_kernel.py": EVERYTHING,

@@ -143,7 +143,7 @@ class TextTokenizer:
         return self.decode_with_special([token for token in ids if token not in self._ends])
 
     def token_ends(self, ids: Sequence[int]) -> list[int]:
-        """Return where the text of each token ends in `decode_answer(ids)`, in characters.
+        """Return the end of the text of each token in `decode_answer(ids)`, in characters.
 
         It is -1 for a token that ends within a character, and one more than the length of the text for a last
         token that ends the turn.
