@@ -107,8 +107,8 @@ def mean_normalised_advantage(reward: Tensor, seqs: Sequences) -> Tensor:
     Returns:
         Advantages `[S]`, 0 in groups whose rewards are all 0.
 
-    Source: Tajwar et al. 2026, "Maximum likelihood reinforcement learning", the estimator with the control
-    variate.
+    Source: Tajwar et al. 2026, "Maximum likelihood reinforcement learning" (arXiv 2602.02710), the estimator
+    with the control variate.
     """
     exact = reward.double()
     mean = (seqs.group_sum(exact) / seqs.group_count())[seqs.group]
@@ -156,7 +156,8 @@ def optimal_token_advantage(reward: Tensor, gradient: Tensor, seqs: Sequences) -
     Returns:
         Advantages `[T]`.
 
-    Source: Li et al. 2026, "The optimal token baseline: variance reduction for long-horizon LLM-RL".
+    Source: Li et al. 2026, "The optimal token baseline: variance reduction for long-horizon LLM-RL" (arXiv
+    2602.07078).
     """
     row, column, width = _learned_grid(seqs)
     norms = gradient.new_zeros((len(seqs), width), dtype=torch.float64)
@@ -380,7 +381,8 @@ def hierarchical_advantage(
     Returns:
         Advantages `[T]`.
 
-    Source: He et al. 2026, "Hierarchy-of-groups policy optimization for long-horizon agentic tasks".
+    Source: He et al. 2026, "Hierarchy-of-groups policy optimization for long-horizon agentic tasks" (arXiv
+    2602.22817).
     """
     turns = _turns(token_reward, seqs, gamma)
     contexts = _contexts(input_ids, seqs, turns, depth)

@@ -120,7 +120,7 @@ def _correct_tokens(
         entropy_coef: weight of the entropy, which is subtracted from the loss.
         observation_coef: weight of the mean cross-entropy of the tokens that `observed` marks, such as those
             of tools and environments (Shrivastava et al. 2026, "ECHO: terminal agents learn world models for
-            free", `L_GRPO + lambda L_Env`).
+            free", arXiv 2605.24517, `L_GRPO + lambda L_Env`).
         off_policy_limit: tokens with A < 0 of sequences whose mean of `log(behav / theta)` is larger have no
             surrogate (`algo.is_off_policy`). None: no limit.
     """
