@@ -121,7 +121,6 @@ def test_kto_learns_from_single_answers(tmp_path: Path) -> None:
     assert rows[0]["kto/reference_point"] == 0
     assert sum(row["kto/loss"] for row in rows[-10:]) / 10 < 0.46
     assert sum(row["kto/accuracy"] for row in rows[-10:]) / 10 > 0.5
-    assert max(row["kto/reference_point"] for row in rows) > 0
 
 
 def test_dapo_trains_on_groups_with_a_spread_only(rows: list[str], tmp_path: Path) -> None:

@@ -188,6 +188,27 @@ def test_wrong_uses_of_observed_tokens_are_refused(tmp_path, node, options, mess
         recipe.check_bodies(build_graph(recipe.spec()))
 
 
+GROUPED = """
+from hflow import *
+data = Dataset("train", prompt=Text, answer=Text)
+actor = Model("actor", trainable=True)
+@compute(per="sample")
+def chosen(prompt: str) -> bool:
+    return True
+@infer(actor, mask="chosen")
+def grouped(out: Output, seqs: Sequences) -> PerGroup:
+    return seqs.group_sum(seqs.sum(out.logprobs))
+recipe = Recipe("grouped", data, [use(nodes.actor_gen, actor, group=4), chosen, grouped])
+"""
+
+
+def test_a_mask_of_samples_for_a_body_of_groups_is_refused(tmp_path):
+    path = tmp_path / "grouped.py"
+    path.write_text(GROUPED)
+    with pytest.raises(RecipeError, match="mask chooses samples, but the body needs whole groups"):
+        build_graph(load_recipe(path).spec())
+
+
 def test_resampling_weights():
     reward = torch.tensor([0.0, 1.0, -2.0, 1.0])
     assert_close(algo.resampling_weights(reward), torch.tensor([1e-8, 1.0, 4.0, 1.0], dtype=torch.float64))
