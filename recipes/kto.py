@@ -7,7 +7,9 @@ question, from which the loss estimates how far the policy is from the reference
 of `recipes/sft.py`. Expect the held-out accuracy of greedy answers to rise from 0.52 to 0.76 in 50 steps.
 """
 
+from collections.abc import Iterator
 from random import Random
+from typing import Any
 
 from hflow import Dataset, Model, PerSequence, Recipe, Text, nodes, rewards, rows, use
 
@@ -18,7 +20,7 @@ ref = Model("ref", init_from=actor)
 
 
 @rows
-def labelled(split: str):
+def labelled(split: str) -> Iterator[dict[str, Any]]:
     random = Random(split)
     while True:
         first, second, right = random.randrange(100), random.randrange(100), random.randrange(2)
