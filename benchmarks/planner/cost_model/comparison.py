@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -47,8 +48,6 @@ OPT = {  # layers, hidden, heads: metaseq/launcher/opt_job_constants.py
     "opt-66b": (64, 9216, 72),
     "opt-175b": (96, 12288, 96),
 }
-FAST_HOST = HostTimes(gap_us=27, step_us=600, sequence_us=3.3, passes=0.75)
-"""The host of SGLang and TensorRT-LLM, fitted to the fitted rows of both."""
 NAMES = {"llama-3.3-70b": "llama-3.1-70b", "llama-3-70b": "llama-3.1-70b", "llama-3-8b": "llama-3.1-8b"}
 OTHERS = {
     "llama-3.1-405b": ModelShape("llama", 126, 16384, 53248, 128, 8, 128, 128256, is_tied=False),
@@ -56,6 +55,67 @@ OTHERS = {
 }
 MACHINE = {"gb200": 64}
 """Devices that NVLink connects, where they are not 8: Megatron's runs use 64 of a rack's 72."""
+FAMILIES = {
+    "A100": ("a100-40g", "a100-80g"),
+    "H100": ("h100", "h100-pcie", "h800"),
+    "H20": ("h20",),
+    "H200": ("h200",),
+    "Blackwell": ("b200", "gb200", "b300"),
+}
+"""Families of devices -> their names in hflow."""
+
+
+@dataclass(frozen=True)
+class PeerFigures:
+    """Figures of the measured programs that hflow's calibrations have not, each fitted to fitted rows.
+
+    Without values, the planner is as it ships.
+    """
+
+    host: HostTimes | None = None
+    """The host of SGLang and TensorRT-LLM."""
+    attention: Mapping[str, float] = field(default_factory=dict)
+    """Device -> fraction of the data sheet that LLM Foundry's own attention kernels reach."""
+    waiting: float = 1.0
+    """Seconds of TensorRT-LLM's steps with experts over those of their kernels: ranks have sequences of their
+    own, and all wait for the one with most tokens for its experts."""
+    learning: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """Device and kind of model -> seconds of NeMo RL's forward and training passes over those of their
+    kernels: it pads packed sequences, computes logits in fp32, and swaps the reference model in."""
+    pageable_gb_per_s: Mapping[str, float] = field(default_factory=dict)
+    """Device -> rate at which its weights and optimizer states go to pageable memory of the host or back,
+    while the other processes of the machine do the same. Without it, memory is pinned."""
+    handover_gb_per_s: float | None = None
+    """Rate at which verl hands weights to SGLang, which runs in another process: 15.2 GB in 1.2 s ("full
+    apply" in a comment of 2026-07-10 on github.com/verl-project/verl/pull/6974). A whole copy of the weights
+    goes to each engine rank, bucket by bucket over HTTP and CUDA IPC, after it was received."""
+    layer_us: float | None = None
+    """Microseconds of DeepSpeed-Chat's host for one layer of a decode step, in which kernels are launched one
+    by one."""
+    passes: float = 1.0
+    """Seconds of DeepSpeed-Chat's other passes over those of their kernels."""
+    unfused: float = 1.0
+    """Seconds of OpenRLHF's training passes over those of their kernels: it runs transformers without fused
+    kernels, and steps AdamW on the host."""
+
+
+AS_SHIPPED = PeerFigures()
+OF_PEERS = PeerFigures(
+    host=HostTimes(gap_us=27, step_us=600, sequence_us=3.3, passes=0.75),
+    attention={"h100": 0.158, "a100-40g": 0.283, "a100-80g": 0.283},
+    waiting=1.8,
+    learning={
+        ("h100", "dense"): 1.43,
+        ("h100", "experts"): 1.75,
+        ("gb200", "dense"): 1.80,
+        ("gb200", "experts"): 2.20,
+    },
+    pageable_gb_per_s={"h100": 1.5, "h20": 1.5, "gb200": 2.2},
+    handover_gb_per_s=12.7,
+    layer_us=1935,
+    passes=2.21,
+    unfused=1.39,
+)
 
 
 @dataclass(frozen=True)
@@ -65,6 +125,7 @@ class Comparison:
     source: str
     topic: str
     name: str
+    device: str
     measured: float
     predicted: float
     is_held_out: bool
@@ -74,10 +135,37 @@ class Comparison:
         """Return the relative error."""
         return abs(self.predicted / self.measured - 1)
 
+    @property
+    def family(self) -> str:
+        """The family of its device."""
+        return next(name for name, devices in FAMILIES.items() if self.device in devices)
 
-def compare(source: str, topic: str, name: str, measured: float, predicted: float, row: Row) -> Comparison:
+
+Source = Callable[[PeerFigures], Iterator[Comparison]]
+"""Yields the comparisons of a source, as the planner ships or with the figures of the measured programs."""
+
+
+def compare(
+    source: str, topic: str, name: str, device: str, measured: float, predicted: float, row: Row
+) -> Comparison:
     """Return the comparison of a row."""
-    return Comparison(source, topic, name, measured, predicted, row["split"] == "held out")
+    return Comparison(source, topic, name, device, measured, predicted, is_held_out(row))
+
+
+def is_held_out(row: Row) -> bool:
+    """Return whether nothing may be fitted to a row: as its file says, or two of three by their text.
+
+    A run of several releases is one text, as the releases say nearly the same: what was measured, and the
+    release, are not part of it.
+    """
+    if "split" in row:
+        return row["split"] == "held out"
+    text = ",".join(value for name, value in row.items() if name not in MEASURED)
+    return hashlib.sha256(text.encode()).digest()[0] >= 256 // 3
+
+
+MEASURED = ("release", "seconds", "peak_gib", "tokens_per_second_per_gpu")
+"""Columns that are not part of the text by which a row is held out."""
 
 
 def rows(name: str) -> Iterator[Row]:
@@ -118,7 +206,10 @@ def costs(
     is_overlapping: bool = False,
     **settings: object,
 ) -> ReplicaCosts:
-    """Return a replica on neighbouring devices; tensor ranks are innermost, then context, data, stages."""
+    """Return a replica on neighbouring devices; tensor ranks are innermost, then context, data, stages.
+
+    What a run was set to is that of the run: its layout, what overlaps, how its engine schedules.
+    """
     t, d, p, c, e = layout.tensor, layout.data, layout.pipe, layout.context, layout.expert
     kind = replace(
         traits(backend),

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from benchmarks.planner.cost_model.comparison import (
-    FAST_HOST,
     Comparison,
+    PeerFigures,
     compare,
     costs,
     hardware,
@@ -29,9 +29,6 @@ from hflow.planner.plan.hardware import GIB
 from hflow.shapes.layout import Layout
 from hflow.shapes.model_shape import cached_tokens
 
-WAITING = 1.8
-"""Seconds of TensorRT-LLM's steps with experts over those of their kernels, fitted to its fitted rows: ranks
-have sequences of their own, and all wait for the one with most tokens for its experts."""
 REQUESTS = {
     (128, 128): 30000,
     (128, 2048): 3000,
@@ -47,40 +44,47 @@ REQUESTS = {
 """Prompt and response -> requests of TensorRT-LLM's runs, which all start at once; from the same page."""
 
 
-def tensorrt_llm() -> Iterator[Comparison]:
+def tensorrt_llm(figures: PeerFigures) -> Iterator[Comparison]:
     """Yield engines at full load. With experts, ranks have whole sequences, and divide the experts."""
     for row in rows("tensorrt_llm"):
         num, prompt, response = (int(row[key]) for key in ("tensor", "prompt", "response"))
         is_dense = model(row["model"]).experts is None
         layout = Layout(1, num) if is_dense else Layout(num, expert=num)
         one = replace(costs(row["model"], hardware(row["device"]), layout, "vllm"), low_dtype="fp8")
-        one = replace(one, host=replace(FAST_HOST, expert_us=one.host.expert_us))
+        one = _with_host(one, figures)
         slots = cache_slots(one, prompt + response, 0.95)
         requests = math.ceil(REQUESTS[prompt, response] / layout.data)
         spent = seconds(prefill(one, whole_sequences(prompt, requests)))
         for phase in continuous_batching([response] * requests, prompt, slots):
             spent += phase.num_steps * decode_seconds(one, phase.sequences, phase.context / phase.sequences)
-        predicted = layout.data * requests * response / spent / (1 if is_dense else WAITING)
+        predicted = layout.data * requests * response / spent / (1 if is_dense else figures.waiting)
         measured = float(row["tokens_per_second"])
         name = f"{row['model']} {num}x{row['device']} {prompt}/{response}"
         topic = "decode" if is_dense else "MoE decode"
-        yield compare("TensorRT-LLM", topic, name, measured, predicted, row)
+        yield compare("TensorRT-LLM", topic, name, row["device"], measured, predicted, row)
 
 
-def qwen3_speed() -> Iterator[Comparison]:
+def qwen3_speed(figures: PeerFigures) -> Iterator[Comparison]:
     """Yield engines with one sequence."""
     for row in rows("qwen3_speed"):
         backend = {"sglang": "vllm", "transformers": "embedded"}[row["engine"]]
         one = costs(row["model"], hardware("h20"), Layout(1, int(row["tensor"])), backend)
         if row["engine"] == "sglang":
-            one = replace(one, host=replace(FAST_HOST, expert_us=one.host.expert_us))
+            one = _with_host(one, figures)
         prompt, response = int(row["prompt"]), 2048
         spent = seconds(prefill(one, whole_sequences(prompt, 1)))
         spent += response * decode_seconds(one, 1, prompt + response / 2)
         name = f"{row['model']} {row['engine']} {prompt}"
         measured, predicted = float(row["tokens_per_second"]), (prompt + response) / spent
         topic = "decode" if one.shape.experts is None else "MoE decode"
-        yield compare("Qwen3 speed", topic, name, measured, predicted, row)
+        yield compare("Qwen3 speed", topic, name, "h20", measured, predicted, row)
+
+
+def _with_host(one: ReplicaCosts, figures: PeerFigures) -> ReplicaCosts:
+    """Return an engine with the host of the measured ones."""
+    if figures.host is None:
+        return one
+    return replace(one, host=replace(figures.host, expert_us=one.host.expert_us))
 
 
 def decode_seconds(one: ReplicaCosts, num: float, length: float) -> float:

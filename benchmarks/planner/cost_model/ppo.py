@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from benchmarks.planner.cost_model.comparison import (
     Comparison,
+    PeerFigures,
     Row,
     compare,
     costs,
@@ -27,17 +28,11 @@ from hflow.planner.forecast.cost.training import forward, local_weights, train
 from hflow.shapes.layout import Layout
 from hflow.shapes.model_shape import num_parameters
 
-LAYER_US, PASSES = 1935, 2.21
-"""Microseconds of DeepSpeed-Chat's host for one layer of a decode step, in which kernels are launched one by
-one, and the seconds of its other passes over those of their kernels. Fitted to its two fitted rows."""
-UNFUSED = 1.39
-"""Seconds of OpenRLHF's training passes over those of their kernels, fitted to its fitted row: it runs
-transformers without fused kernels, and steps AdamW on the host."""
 OPT_PROMPTS, OPT_LENGTH = 131_900, 256
 LLAMA_SAMPLES, LLAMA_LENGTH, LLAMA_UPDATES = 1024, 1024, 8
 
 
-def deepspeed_chat() -> Iterator[Comparison]:
+def deepspeed_chat(figures: PeerFigures) -> Iterator[Comparison]:
     """Yield steps of four models that share all devices, with an engine in eager mode.
 
     The engine gathers the weights that ZeRO-3 shards once for each batch (`DeepSpeedHybridEngine.generate`).
@@ -46,7 +41,8 @@ def deepspeed_chat() -> Iterator[Comparison]:
         gpus, t, batch = (int(row[key]) for key in ("gpus", "tensor", "batch"))
         device = hardware("a100-80g")
         engine = costs(f"opt-{row['model']}", device, Layout(gpus // t, t), "embedded")
-        engine = replace(engine, host=replace(engine.host, layer_us=LAYER_US))
+        if figures.layer_us is not None:
+            engine = replace(engine, host=replace(engine.host, layer_us=figures.layer_us))
         num = batch / engine.layout.data
         spent = seconds(prefill(engine, whole_sequences(OPT_LENGTH, num)))
         spent += (OPT_LENGTH - 1) * decode_seconds(engine, num, 1.5 * OPT_LENGTH)
@@ -57,18 +53,18 @@ def deepspeed_chat() -> Iterator[Comparison]:
         lora = LoraConfig(r=int(row["lora"])) if row["lora"] else None
         for name, adapters in ((row["model"], lora), ("350m", None)):
             one = _trainer(f"opt-{name}", Layout(gpus), 2 * OPT_LENGTH * batch // gpus, adapters)
-            spent += PASSES * (2 * seconds(forward(one, work)) + seconds(train(one, work, 1)))
+            spent += figures.passes * (2 * seconds(forward(one, work)) + seconds(train(one, work, 1)))
         measured = 60 * float(row["minutes"]) / (OPT_PROMPTS / batch)
         name = f"OPT {row['model']} {gpus}xa100"
-        yield compare("DeepSpeed-Chat", "PPO", name, measured, spent, row)
+        yield compare("DeepSpeed-Chat", "PPO", name, "a100-80g", measured, spent, row)
 
 
-def openrlhf() -> Iterator[Comparison]:
+def openrlhf(figures: PeerFigures) -> Iterator[Comparison]:
     """Yield phases of PPO with five groups of devices."""
     for row in rows("openrlhf"):
-        predicted = generate_experience(row) if row["phase"] == "generation" else train_actor(row)
+        predicted = generate_experience(row) if row["phase"] == "generation" else train_actor(row, figures)
         name = f"{row['model']} {row['phase']}"
-        yield compare("OpenRLHF", "PPO", name, float(row["seconds"]), predicted, row)
+        yield compare("OpenRLHF", "PPO", name, "a100-80g", float(row["seconds"]), predicted, row)
 
 
 def generate_experience(row: Row) -> float:
@@ -92,14 +88,14 @@ def generate_experience(row: Row) -> float:
     return (spent + scoring) * LLAMA_SAMPLES / num / actor
 
 
-def train_actor(row: Row) -> float:
+def train_actor(row: Row, figures: PeerFigures) -> float:
     """Return the seconds of the actor's minibatches, beside which the critic trains on as many devices."""
     gpus, micro = int(row["actor"]), int(row["micro_train"])
     one = _trainer(row["model"], Layout(gpus), micro * 2 * LLAMA_LENGTH)
     per_update = LLAMA_SAMPLES / gpus / LLAMA_UPDATES
     work = _samples(1).share(per_update)
     copies = LLAMA_UPDATES * gradient_copies(one, row["zero"], per_update / micro)
-    return UNFUSED * seconds(train(one, work, LLAMA_UPDATES)) + copies
+    return figures.unfused * seconds(train(one, work, LLAMA_UPDATES)) + copies
 
 
 def gradient_copies(one: ReplicaCosts, zero: str, num: float) -> float:

@@ -10,6 +10,7 @@ from statistics import NormalDist
 
 from benchmarks.planner.cost_model.comparison import (
     Comparison,
+    PeerFigures,
     Row,
     compare,
     costs,
@@ -18,7 +19,7 @@ from benchmarks.planner.cost_model.comparison import (
     rows,
     seconds,
 )
-from benchmarks.planner.cost_model.weights import PAGEABLE_GB_PER_S, Update, exported_tensors
+from benchmarks.planner.cost_model.weights import Update, exported_tensors, over_pcie
 from hflow.config.schema import GenConfig
 from hflow.planner.forecast.cost.flops import kv_entries, work_of
 from hflow.planner.forecast.cost.generation import RolloutRequest, generate
@@ -29,15 +30,6 @@ from hflow.planner.plan.workload import Workload
 from hflow.shapes.layout import Layout
 from hflow.shapes.model_shape import cached_tokens, num_parameters
 
-LEARNING = {
-    ("h100", "dense"): 1.43,
-    ("h100", "experts"): 1.75,
-    ("gb200", "dense"): 1.80,
-    ("gb200", "experts"): 2.20,
-}
-"""Seconds of NeMo RL's forward and training passes over those of their kernels: it pads packed sequences,
-computes logits in fp32, and swaps the reference model in. The first three are fitted to its fitted rows, the
-last follows from them."""
 PROMPT = 128
 """Assumed tokens of a prompt of OpenMathInstruct-2, which the source does not give."""
 DEVIATION = 0.6
@@ -48,16 +40,16 @@ STATE_BYTES = 12
 """Master weight and two moments of AdamW."""
 
 
-def nemo_rl() -> Iterator[Comparison]:
+def nemo_rl(figures: PeerFigures) -> Iterator[Comparison]:
     """Yield steps of GRPO, and what generating ahead gains over taking turns."""
     in_turns: dict[tuple[str, str, str], tuple[float, float]] = {}
     for row in rows("nemo_rl"):
-        predicted, measured = grpo_step(row), float(row["seconds"])
+        predicted, measured = grpo_step(row, figures), float(row["seconds"])
         is_dense = model(row["model"]).experts is None
         mode = "in turns" if row["ahead"] == "0" else f"{row['ahead']} ahead"
         name = f"{row['release']} {row['model']} {row['gpus']}x{row['device']} {mode}"
         topic = "RL step" if is_dense else "MoE RL step"
-        yield compare("NeMo RL", topic, name, measured, predicted, row)
+        yield compare("NeMo RL", topic, name, row["device"], measured, predicted, row)
         key = row["release"], row["model"], row["device"]
         rate = int(row["gpus"]) * predicted, int(row["gpus"]) * measured
         if row["ahead"] == "0":
@@ -66,10 +58,11 @@ def nemo_rl() -> Iterator[Comparison]:
             before = in_turns[key]
             topic = "gain by staleness" if is_dense else "MoE gain by staleness"
             name += ": GPU seconds in turns over those ahead"
-            yield compare("NeMo RL", topic, name, before[1] / rate[1], before[0] / rate[0], row)
+            gains = before[1] / rate[1], before[0] / rate[0]
+            yield compare("NeMo RL", topic, name, row["device"], *gains, row)
 
 
-def grpo_step(row: Row) -> float:
+def grpo_step(row: Row, figures: PeerFigures) -> float:
     """Return the seconds of a step: generation, two forward passes, and the minibatches."""
     device, ahead = hardware(row["device"]), int(row["ahead"])
     training, groups, size = (int(row[key]) for key in ("train_gpus", "prompts", "answers"))
@@ -99,11 +92,11 @@ def grpo_step(row: Row) -> float:
     work = work_of([int(row["length"])] * groups * size, PROMPT, size).share(1 / trainer.layout.num_copies)
     passes = 2 * seconds(forward(trainer, work)) + seconds(train(trainer, work.share(1 / num), num))
     kind = "dense" if trainer.shape.experts is None else "experts"
-    learning = LEARNING[row["device"], kind] * passes
+    learning = figures.learning.get((row["device"], kind), 1.0) * passes
     refit = refit_seconds(row, training, generating)
     if ahead:
         return max(generation, learning) + refit
-    return generation + learning + refit + switch_seconds(trainer, PAGEABLE_GB_PER_S[row["device"]])
+    return generation + learning + refit + switch_seconds(trainer, figures)
 
 
 def refit_seconds(row: Row, training: int, generating: int) -> float:
@@ -131,10 +124,10 @@ def limit_running(engine: ReplicaCosts, length: int, utilization: float) -> Repl
     return replace(engine, config=replace(engine.config, gen=replace(engine.config.gen, max_running=running)))
 
 
-def switch_seconds(trainer: ReplicaCosts, gb_per_s: float) -> float:
+def switch_seconds(trainer: ReplicaCosts, figures: PeerFigures) -> float:
     """Return the seconds of moving a trainer's weights and optimizer states to the host and back."""
     held = trainer.stage_weights * trainer.itemsize + local_weights(trainer) * STATE_BYTES
-    return 2 * held / (gb_per_s * 1e9)
+    return over_pcie(2 * held, trainer.hardware, figures)
 
 
 @cache
@@ -207,7 +200,7 @@ class Step:
         return seconds(forward(trainer, work)), seconds(updates)
 
 
-def verl_async() -> Iterator[Comparison]:
+def verl_async(figures: PeerFigures) -> Iterator[Comparison]:
     """Yield what one step ahead gains, at the length that explains the seconds of training in turns.
 
     In turns, parameters go to the host and back three times, for generation, log-probs, and training, and
@@ -218,15 +211,15 @@ def verl_async() -> Iterator[Comparison]:
         in_turns, ahead = _verl_step(row, "answers_in_turns"), _verl_step(row, "answers_ahead")
         num = num_parameters(model(in_turns.model))
         params, states = (num * float(row[key]) for key in ("parameter_bytes", "state_bytes"))
-        per_byte = 2 / (PAGEABLE_GB_PER_S[in_turns.device] * 1e9)
-        updating = float(row["update"]) - per_byte * (params + states)
+        device = hardware(in_turns.device)
+        updating = float(row["update"]) - over_pcie(2 * (params + states), device, figures)
         mean = bisect(lambda x, s=in_turns: s.learning(16, x)[1], updating, in_turns.max_response)
-        switching = per_byte * (3 * params + states)
+        switching = over_pcie(2 * (3 * params + states), device, figures)
         together = in_turns.generation(16, mean, 0) + sum(in_turns.learning(16, mean)) + switching
         apart = max(ahead.generation(4, mean, 1), sum(ahead.learning(12, mean)))
         measured = float(row["in_turns"]) / float(row["ahead"])
         name = f"qwen2.5-7b 16xh20 {row['engine']} 1 ahead: seconds in turns over those ahead"
-        yield compare("verl", "gain by staleness", name, measured, together / apart, row)
+        yield compare("verl", "gain by staleness", name, "h20", measured, together / apart, row)
 
 
 def _verl_step(row: Row, answers: str) -> Step:
@@ -239,7 +232,7 @@ def _verl_step(row: Row, answers: str) -> Step:
     )
 
 
-def areal() -> Iterator[Comparison]:
+def areal(figures: PeerFigures) -> Iterator[Comparison]:
     """Yield what steps ahead gain, at the length that explains the seconds of a step in turns."""
     for row in rows("areal"):
         gpus = 8 * int(row["machines"])
@@ -252,7 +245,7 @@ def areal() -> Iterator[Comparison]:
         ahead = max(step.generation(gpus // 4 * 3, mean, 4), sum(step.learning(gpus // 4, mean)))
         measured = float(row["in_turns"]) / float(row["ahead"])
         name = f"{row['model']} {gpus}xh800 4 ahead: seconds in turns over those ahead"
-        yield compare("AReaL", "gain by staleness", name, measured, in_turns(mean) / ahead, row)
+        yield compare("AReaL", "gain by staleness", name, "h800", measured, in_turns(mean) / ahead, row)
 
 
 def bisect(rising: Callable[[float], float], target: float, longest: int) -> float:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from benchmarks.planner.cost_model.comparison import (
     Comparison,
+    PeerFigures,
     compare,
     costs,
     hardware,
@@ -15,18 +16,22 @@ from benchmarks.planner.cost_model.comparison import (
     seconds,
     whole_sequences,
 )
+from hflow.config.schema import LoraConfig
+from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
 from hflow.planner.forecast.cost.training import train
+from hflow.planner.forecast.memory.parts import MicroBatch
+from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
+from hflow.planner.plan.hardware import GIB
+from hflow.planner.plan.rows import Replica
 from hflow.shapes.layout import Layout
-
-TRITON_ATTENTION = {"h100": 0.158, "a100": 0.283}
-"""Fraction of the data sheet that LLM Foundry's own attention kernels reach, fitted to its fitted rows."""
+from hflow.training.fsdp import memory as fsdp_memory
 
 HIDES_EXCHANGE = {("qwen3-235b-a22b", "h100"), ("gpt-oss-120b", "gb200")}
 """Runs whose tokens cross to experts beside another micro-batch: `moe_a2a_overlap=True` in
 scripts/performance/configs of Megatron-Bridge v0.4.0."""
 
 
-def llm_foundry() -> Iterator[Comparison]:
+def llm_foundry(figures: PeerFigures) -> Iterator[Comparison]:
     """Yield FSDP of MPT models."""
     for row in rows("llm_foundry"):
         device, gpus = row["device"], int(row["gpus"])
@@ -38,22 +43,23 @@ def llm_foundry() -> Iterator[Comparison]:
             tokens_per_microbatch=int(row["microbatch"]) * int(row["sequence"]),
             activation_checkpointing=row["checkpointing"] == "true",
         )
-        one = replace(one, host=replace(one.host, attention=TRITON_ATTENTION[device[:4]]))
+        one = replace(one, host=replace(one.host, attention=figures.attention.get(device)))
         if row["precision"] == "amp_fp8":
             one = replace(one, low_dtype="fp8")
         sequences = int(row["microbatch"]) * int(row["accumulation"])
         work = whole_sequences(int(row["sequence"]), sequences)
         measured = work.tokens / float(row["tokens_per_second_per_gpu"])
         name = f"{row['model']} {row['sequence']} {row['gpus']}x{row['device']} {row['precision']}"
-        yield compare("LLM Foundry", "training", name, measured, seconds(train(one, work, 1)), row)
+        yield compare("LLM Foundry", "training", name, device, measured, seconds(train(one, work, 1)), row)
 
 
-def megatron_bridge() -> Iterator[Comparison]:
+def megatron_bridge(figures: PeerFigures) -> Iterator[Comparison]:
     """Yield Megatron-core with FP8."""
     yield from _megatron("Megatron-Bridge", "megatron_bridge")
+    yield from _megatron("Megatron-Bridge", "megatron_bridge_later")
 
 
-def nemo_framework() -> Iterator[Comparison]:
+def nemo_framework(figures: PeerFigures) -> Iterator[Comparison]:
     """Yield Megatron-core with FP8, an earlier release."""
     yield from _megatron("NeMo Framework", "nemo_framework")
 
@@ -73,6 +79,7 @@ def _megatron(source: str, file: str) -> Iterator[Comparison]:
             backend,
             is_overlapping=True,
             tokens_per_microbatch=int(row["microbatch"]) * int(row["sequence"]) // c,
+            lora=LoraConfig(r=16) if row.get("phase") == "lora" else None,
         )
         low_dtype = None if row["precision"] == "bf16" else "fp8"
         # Its recipes for performance set `grad_reduce_in_fp32=False` and `fp8_params` or `fp8_param_gather`
@@ -88,4 +95,67 @@ def _megatron(source: str, file: str) -> Iterator[Comparison]:
             parts = [part.times(seen if part.name == "tokens to experts" else 1) for part in parts]
         topic = "training" if model(row["model"]).experts is None else "MoE training"
         name = f"{row['model']} {gpus}x{row['device']} {row['precision']} t{t}p{p}c{c}e{row['expert']}"
-        yield compare(source, topic, name, measured, seconds(parts), row)
+        name += f" {row.get('release', '')} {row.get('phase', '')}".rstrip()
+        yield compare(source, topic, name, row["device"], measured, seconds(parts), row)
+
+
+def prime_rl(figures: PeerFigures) -> Iterator[Comparison]:
+    """Yield FSDP2 of Qwen3 and GLM 4.5 Air, with seconds and peak memory."""
+    for row in rows("prime_rl"):
+        sequence, device = int(row["sequence"]), row["device"]
+        one = costs(
+            row["model"],
+            hardware(device),
+            Layout(int(row["gpus"])),
+            "torch",
+            tokens_per_microbatch=sequence,
+            activation_checkpointing=True,
+            offload_activations=row["offload"] == "true",
+            lora=LoraConfig(r=int(row["lora"])) if row["lora"] else None,
+        )
+        mark = "" if one.shape.experts is None else "MoE "
+        name = f"{row['model']} {row['gpus']}x{device} {row['phase']} {row['lora'] and 'lora '}{sequence} "
+        name += row["attention"] + (" offload" if row["offload"] == "true" else "")
+        spent = seconds(train(one, whole_sequences(sequence, 2), 1))
+        yield compare("prime-rl", f"{mark}training", name, device, float(row["seconds"]), spent, row)
+        if row["phase"] == "rl":  # the others have all logits at once, which hflow's losses never do
+            peak = _peak_gib(one, sequence)
+            yield compare("prime-rl", f"{mark}memory", name, device, float(row["peak_gib"]), peak, row)
+
+
+def _peak_gib(one: ReplicaCosts, tokens: int) -> float:
+    """Return the GiB of a training step of two micro-batches, without CUDA's context and communicators.
+
+    prime-rl has weights that are not trained in fp32, as it has those that are.
+    """
+    workers = tuple(range(one.layout.world))
+    replica = Replica("m", "m", "train", "torch", one.layout, ("all",), workers, workers, dtype="bf16")
+    rank = Rank(replica, one.shape, one.config, 0, True, False)
+    batch = MicroBatch(tokens, tokens, 2, False)
+    items = fsdp_memory.model_state(rank) + fsdp_memory.train_step(rank, batch)
+    frozen = (FP32_BYTES - rank.width) * rank.sizes.total_shard if rank.adapts else 0
+    return (items.total() + frozen) / GIB
+
+
+def automodel(figures: PeerFigures) -> Iterator[Comparison]:
+    """Yield FSDP2, or what is nearest to it with tensor or expert ranks: weights whole on data ranks."""
+    for row in rows("automodel"):
+        t, p, c, e, gpus = (int(row[key]) for key in ("tensor", "pipe", "context", "expert", "gpus"))
+        d, sequence = gpus // (t * p * c), int(row["sequence"])
+        backend = "torch" if t * p * e == 1 else "megatron"
+        one = costs(
+            row["model"],
+            hardware("h100"),
+            Layout(d * c, t, p, expert=e),
+            backend,
+            is_overlapping=True,
+            tokens_per_microbatch=int(row["microbatch"]) * sequence // c,
+            activation_checkpointing=row["recompute"] == "true",
+            lora=LoraConfig(r=int(row["lora"])) if row["lora"] else None,
+        )
+        one = replace(one, virtual_stages=int(row["virtual"]))
+        work = whole_sequences(sequence, int(row["batch"]) / d).share(1 / c)
+        topic = "training" if one.shape.experts is None else "MoE training"
+        name = f"{row['model']} {gpus}xh100 t{t}p{p}c{c}e{e} {row['lora'] and 'lora'}".rstrip()
+        spent = seconds(train(one, work, 1))
+        yield compare("NeMo AutoModel", topic, name, "h100", float(row["seconds"]), spent, row)

@@ -1,11 +1,15 @@
 """The cost model against published measurements, with the shipped calibrations.
 
-python -m benchmarks.planner.cost_model.validate [--save] [--rows SOURCE]
+python -m benchmarks.planner.cost_model.validate [--as-shipped] [--save] [--rows SOURCE]
 
-Each source is a CSV file in `data/`, with its citation in front. Rows are marked `fitted` (the shipped
-calibrations, or a figure of the measured program, were chosen with them) or `held out` (nothing was). An
-error is |predicted / measured - 1|. A gain has the right sign if it is predicted on the side of 1 on which it
-was measured.
+Each source is a CSV file in `data/`, with its citation in front. Rows are `fitted` (the shipped calibrations,
+or a figure of the measured program, were chosen with them) or `held out` (nothing was), as their file says or
+by a hash (`comparison.is_held_out`). An error is |predicted / measured - 1|. A gain has the right sign if it
+is predicted on the side of 1 on which it was measured.
+
+Without `--as-shipped`, programs have the figures that were fitted to them (`OF_PEERS`). With it, the planner
+is as `hflow plan` ships, by kind of figure and family of devices, with the error of the former beside it.
+`--save` writes both to `benchmarks/results`, and what plans print to `configs/hardware/accuracy.json`.
 """
 
 from __future__ import annotations
@@ -14,13 +18,29 @@ import argparse
 import datetime
 import json
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-from benchmarks.planner.cost_model.comparison import HERE, Comparison
+from benchmarks.planner.cost_model.comparison import (
+    AS_SHIPPED,
+    FAMILIES,
+    HERE,
+    OF_PEERS,
+    Comparison,
+    PeerFigures,
+    Source,
+)
 from benchmarks.planner.cost_model.decoding import qwen3_speed, tensorrt_llm
 from benchmarks.planner.cost_model.ppo import deepspeed_chat, openrlhf
 from benchmarks.planner.cost_model.reinforcement import areal, nemo_rl, verl_async
-from benchmarks.planner.cost_model.training import llm_foundry, megatron_bridge, nemo_framework
+from benchmarks.planner.cost_model.training import (
+    automodel,
+    llm_foundry,
+    megatron_bridge,
+    nemo_framework,
+    prime_rl,
+)
 from benchmarks.planner.cost_model.weights import weight_sync
 
 TARGETS = {
@@ -33,10 +53,39 @@ TARGETS = {
     "weight sync": 0.40,
 }
 
-SOURCES: tuple[Callable[[], Iterator[Comparison]], ...] = (
+SHIPPED_TARGETS = {
+    "training pass": 0.15,
+    "decode": 0.10,
+    "RL step": 0.20,
+    "RL step, experts": 0.25,
+    "memory": 0.05,
+    "memory, experts": 0.10,
+    "weight update": 0.30,
+    "gain by staleness": 0.15,
+}
+"""Targets of the planner as it ships, by kind of figure."""
+KINDS = {
+    "training": "training pass",
+    "MoE training": "training pass, experts",
+    "decode": "decode",
+    "MoE decode": "decode, experts",
+    "RL step": "RL step",
+    "PPO": "RL step",
+    "MoE RL step": "RL step, experts",
+    "memory": "memory",
+    "MoE memory": "memory, experts",
+    "weight sync": "weight update",
+    "gain by staleness": "gain by staleness",
+    "MoE gain by staleness": "gain by staleness, experts",
+}
+"""Topic of a source -> the kind of figure that a plan prints."""
+
+SOURCES: tuple[Source, ...] = (
     llm_foundry,
     megatron_bridge,
     nemo_framework,
+    prime_rl,
+    automodel,
     tensorrt_llm,
     qwen3_speed,
     nemo_rl,
@@ -97,28 +146,99 @@ def summary(found: list[Comparison]) -> list[dict[str, object]]:
     return table
 
 
+def comparisons(figures: PeerFigures) -> list[Comparison]:
+    """Return the comparisons of all sources."""
+    return [one for source in SOURCES for one in source(figures)]
+
+
+def accuracy(shipped: list[Comparison]) -> dict[str, Any]:
+    """Return what plans print: family -> its devices, and for each kind of figure errors on held-out rows.
+
+    `ratio` is the median of predicted over measured, so that less than 1 means too fast.
+    """
+    found: dict[str, Any] = {}
+    for family, devices in FAMILIES.items():
+        kinds = {}
+        for kind in dict.fromkeys(KINDS.values()):
+            if pairs := _held_out(shipped, family, kind):
+                kinds[kind] = {"rows": len(pairs), "error": _mean_error(pairs), "ratio": _median_ratio(pairs)}
+        found[family] = {"devices": list(devices), "kinds": kinds}
+    return found
+
+
+def shipped_table(shipped: list[Comparison], with_peers: list[Comparison]) -> list[dict[str, object]]:
+    """Return the errors of the planner as shipped by kind and family, beside those with figures of peers."""
+    table: list[dict[str, object]] = []
+    for kind in dict.fromkeys(KINDS.values()):
+        for family in (*FAMILIES, "all"):
+            one, other = (_held_out(found, family, kind) for found in (shipped, with_peers))
+            if not one:
+                continue
+            table.append(
+                {
+                    "kind": kind,
+                    "family": family,
+                    "held out": len(one),
+                    "as shipped": _mean_error(one),
+                    "median": round(statistics.median(pair.error for pair in one), 3),
+                    "median ratio": _median_ratio(one),
+                    "with peers' figures": _mean_error(other),
+                    "right signs": right_signs(one) if "gain" in kind else None,
+                    "target": SHIPPED_TARGETS.get(kind) if family == "all" else None,
+                }
+            )
+    return table
+
+
+def _held_out(found: list[Comparison], family: str, kind: str) -> list[Comparison]:
+    of_kind = (one for one in found if one.is_held_out and KINDS[one.topic] == kind)
+    return [one for one in of_kind if family in ("all", one.family)]
+
+
+def _mean_error(pairs: list[Comparison]) -> float:
+    return round(statistics.mean(pair.error for pair in pairs), 3)
+
+
+def _median_ratio(pairs: list[Comparison]) -> float:
+    return round(statistics.median(pair.predicted / pair.measured for pair in pairs), 2)
+
+
 def main() -> None:
     """Print the errors of each source."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--save", action="store_true", help="write the table to benchmarks/results")
+    parser.add_argument("--as-shipped", action="store_true", help="without figures of measured programs")
+    parser.add_argument("--save", action="store_true", help="write the tables to benchmarks/results")
     parser.add_argument("--rows", help="print every row of the sources whose name contains this")
     args = parser.parse_args()
-    found = [one for source in SOURCES for one in source()]
-    for one in found:
+    shipped, with_peers = comparisons(AS_SHIPPED), comparisons(OF_PEERS)
+    for one in shipped if args.as_shipped else with_peers:
         if args.rows is not None and args.rows.lower() in one.source.lower():
             split = "held out" if one.is_held_out else "fitted"
             print(
                 f"{one.topic:21} {one.name:72} {one.measured:12.4g} {one.predicted:12.4g} "
                 f"{one.predicted / one.measured:6.2f} {split}"
             )
-    table = summary(found)
-    print("  ".join(f"{name:>15}" for name in table[0]))
-    for row in table:
-        print("  ".join(f"{value!s:>15}" for value in row.values()))
+    tables = {"as shipped": shipped_table(shipped, with_peers), "summary": summary(with_peers)}
+    _print(tables["as shipped" if args.as_shipped else "summary"])
     if args.save:
-        day = datetime.date.today().isoformat()
-        file = HERE.parents[1] / "results" / f"{day}-cost-model.json"
-        file.write_text(json.dumps({"summary": table, "rows": [vars(one) for one in found]}, indent=1) + "\n")
+        day, root = datetime.date.today().isoformat(), HERE.parents[2]
+        rows = [
+            {**vars(one), "with peers' figures": other.predicted}
+            for one, other in zip(shipped, with_peers, strict=True)
+        ]
+        _write(root / "benchmarks" / "results" / f"{day}-cost-model.json", {**tables, "rows": rows})
+        _write(root / "configs" / "hardware" / "accuracy.json", accuracy(shipped))
+
+
+def _print(table: list[dict[str, object]]) -> None:
+    widths = {name: max(len(name), *(len(str(row[name])) for row in table)) for name in table[0]}
+    print("  ".join(f"{name:>{width}}" for name, width in widths.items()))
+    for row in table:
+        print("  ".join(f"{row[name]!s:>{width}}" for name, width in widths.items()))
+
+
+def _write(file: Path, content: Mapping[str, object]) -> None:
+    file.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

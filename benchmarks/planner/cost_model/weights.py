@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from benchmarks.planner.cost_model.comparison import (
     MACHINE,
     Comparison,
+    PeerFigures,
     Row,
     compare,
     costs,
@@ -23,14 +24,6 @@ from hflow.planner.plan.hardware import Hardware
 from hflow.planner.plan.rows import WeightRoute
 from hflow.shapes.layout import Layout
 from hflow.shapes.model_shape import ModelShape
-
-PAGEABLE_GB_PER_S = {"h100": 1.5, "h20": 1.5, "gb200": 2.2}
-"""Rate at which a device's weights and optimizer states go to pageable memory of the host or back, while the
-other processes of the machine do the same. Fitted to the fitted rows of NeMo RL; H20 is taken as H100."""
-HANDOVER_GB_PER_S = 12.7
-"""Rate at which verl hands weights to SGLang, which runs in another process: 15.2 GB in 1.2 s ("full apply"
-in a comment of 2026-07-10 on github.com/verl-project/verl/pull/6974). A whole copy of the weights goes to
-each engine rank, bucket by bucket over HTTP and CUDA IPC, after it was received."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +83,7 @@ class Update:
         return sending, seconds(parts) - sending
 
 
-def weight_sync() -> Iterator[Comparison]:
+def weight_sync(figures: PeerFigures) -> Iterator[Comparison]:
     """Yield updates of engines that have GPUs of their own, and of those next to a copy on the host."""
     for row in rows("weight_sync"):
         path = {
@@ -106,27 +99,36 @@ def weight_sync() -> Iterator[Comparison]:
             f"{row['source']} {row['model']} to {row['generate_gpus']}x{row['device']} t{row['engine_gpus']} "
             f"{row['path']}"
         )
-        yield compare(row["source"], "weight sync", name, float(row["seconds"]), path(row), row)
+        spent = path(row, figures)
+        yield compare(row["source"], "weight sync", name, row["device"], float(row["seconds"]), spent, row)
 
 
-def from_one_rank(row: Row) -> float:
+def over_pcie(num_bytes: float, hardware: Hardware, figures: PeerFigures) -> float:
+    """Return the seconds of copying state of a device to the host, or back."""
+    rate = figures.pageable_gb_per_s.get(hardware.device.name)
+    return send(num_bytes, hardware.host, hardware).seconds if rate is None else num_bytes / (rate * 1e9)
+
+
+def from_one_rank(row: Row, figures: PeerFigures) -> float:
     """Return the seconds in which one rank broadcasts everything; its own port carries it.
 
     The next bucket is gathered while one is sent (verl/checkpoint_engine/nccl_checkpoint_engine.py).
     """
     update = Update.of(row)
     held = float(row["host_copies"]) * update.gathered_bytes / update.trainers
-    copying = held / (PAGEABLE_GB_PER_S[update.device] * 1e9)
+    copying = over_pcie(held, update.hardware, figures) if held else 0.0
     sending, loading = update.from_one_port()
     return max(copying + update.gather(), sending) + loading
 
 
-def to_engine(row: Row) -> float:
+def to_engine(row: Row, figures: PeerFigures) -> float:
     """Return the seconds of `from_one_rank` where receivers hand the weights to an engine's processes."""
-    return from_one_rank(row) + Update.of(row).num_bytes / (HANDOVER_GB_PER_S * 1e9)
+    rate = figures.handover_gb_per_s
+    handing_over = 0.0 if rate is None else Update.of(row).num_bytes / (rate * 1e9)
+    return from_one_rank(row, figures) + handing_over
 
 
-def to_group(row: Row) -> float:
+def to_group(row: Row, figures: PeerFigures) -> float:
     """Return the seconds of an update where gathering, sending and loading take turns at two buffers.
 
     Source: nemo_rl/utils/packed_tensor.py.
@@ -135,7 +137,7 @@ def to_group(row: Row) -> float:
     return max(update.gather(), *update.from_one_machine())
 
 
-def one_by_one(row: Row) -> float:
+def one_by_one(row: Row, figures: PeerFigures) -> float:
     """Return the seconds in which all tensors are gathered, and then each is sent and loaded.
 
     Source: `_sync_vllm_weights` in verl/experimental/fully_async_policy/base_detach_sync.py.
@@ -144,7 +146,7 @@ def one_by_one(row: Row) -> float:
     return update.gather() + sum(update.from_one_machine()) + update.calls
 
 
-def through_host(row: Row) -> float:
+def through_host(row: Row, figures: PeerFigures) -> float:
     """Return the seconds of four steps: to pinned memory, into buckets, to the device, and to all engines.
 
     Each training rank copies its share of the gathered tensors. Source: `sync_rollout_weights_by_checkpoint`
@@ -157,7 +159,7 @@ def through_host(row: Row) -> float:
     return update.gather() + copies + sum(update.from_one_machine())
 
 
-def from_hosts(row: Row) -> float:
+def from_hosts(row: Row, figures: PeerFigures) -> float:
     """Return the seconds in which every rank loads a part from its host and sends it to all others."""
     receivers = int(row["generate_gpus"])
     engine = costs("qwen3-8b", hardware(row["device"]), Layout(receivers), "vllm")
@@ -167,7 +169,7 @@ def from_hosts(row: Row) -> float:
     return loading + send(num_bytes / receivers, engine.hardware.host, engine.hardware).seconds
 
 
-def in_shards(row: Row) -> float:
+def in_shards(row: Row, figures: PeerFigures) -> float:
     """Return the seconds in which engine ranks receive their own parts, from all of the trainer's ranks."""
     receivers, t = int(row["generate_gpus"]), int(row["engine_gpus"])
     engine = costs("qwen3-8b", hardware(row["device"]), Layout(receivers // t, t), "vllm")
