@@ -138,7 +138,7 @@ def translated(peer: Peer, values: dict[str, Any]) -> tuple[RecipeDraft, dict[st
     return draft, {entry.key: entry for entry in given.entries()}
 
 
-def test_megatron_options_for_fp8_that_verl_passes_on_are_named() -> None:
+def test_megatron_options_for_fp8_that_vetrainer_factor_on_are_named() -> None:
     key = "actor_rollout_ref.actor.megatron.override_transformer_config.fp8_recipe"
     _, entries = translated(VERL, {**VERL.defaults, key: "blockwise"})
     assert (entries[key].place, entries[key].reason) == ("left", "value")

@@ -18,7 +18,7 @@ from hflow.planner.forecast.cost.collectives import RankPlacement
 from hflow.planner.forecast.cost.flops import Work, work_of
 from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
 from hflow.planner.forecast.cost.roofline import Part
-from hflow.planner.plan.calibration import HostTimes
+from hflow.planner.plan.calibration import HostTimes, TrainerTimes
 from hflow.planner.plan.hardware import Hardware
 from hflow.planner.plan.traits import traits
 from hflow.shapes.architectures import read_shape
@@ -92,9 +92,10 @@ class PeerFigures:
     layer_us: float | None = None
     """Microseconds of DeepSpeed-Chat's host for one layer of a decode step, in which kernels are launched one
     by one."""
-    passes: float = 1.0
-    """Seconds of DeepSpeed-Chat's other passes over those of their kernels."""
-    unfused: float = 1.0
+    passes: float | None = None
+    """Seconds of DeepSpeed-Chat's other passes over those of their kernels. A program without such a factor is
+    a trainer as hflow knows them (`Calibration.trainer`)."""
+    unfused: float | None = None
     """Seconds of OpenRLHF's training passes over those of their kernels: it runs transformers without fused
     kernels, and steps AdamW on the host."""
 
@@ -204,6 +205,8 @@ def costs(
     layout: Layout,
     backend: str,
     is_overlapping: bool = False,
+    attention: str = "",
+    is_trainer: bool = False,
     **settings: object,
 ) -> ReplicaCosts:
     """Return a replica on neighbouring devices; tensor ranks are innermost, then context, data, stages.
@@ -234,6 +237,8 @@ def costs(
         context=spread(c, t, per_machine),
         expert=spread(e, t, per_machine),
         expert_data=spread(d * c // e, t * e, per_machine),
+        attention_kernel=attention,
+        trainer=hardware.calibration.trainer if is_trainer else TrainerTimes(),
     )
 
 

@@ -52,8 +52,9 @@ def deepspeed_chat(figures: PeerFigures) -> Iterator[Comparison]:
         work = work_of([2 * OPT_LENGTH] * batch, OPT_LENGTH, 1).share(1 / gpus)
         lora = LoraConfig(r=int(row["lora"])) if row["lora"] else None
         for name, adapters in ((row["model"], lora), ("350m", None)):
-            one = _trainer(f"opt-{name}", Layout(gpus), 2 * OPT_LENGTH * batch // gpus, adapters)
-            spent += figures.passes * (2 * seconds(forward(one, work)) + seconds(train(one, work, 1)))
+            tokens, is_trainer = 2 * OPT_LENGTH * batch // gpus, figures.passes is None
+            one = _trainer(f"opt-{name}", Layout(gpus), tokens, adapters, is_trainer)
+            spent += (figures.passes or 1) * (2 * seconds(forward(one, work)) + seconds(train(one, work, 1)))
         measured = 60 * float(row["minutes"]) / (OPT_PROMPTS / batch)
         name = f"OPT {row['model']} {gpus}xa100"
         yield compare("DeepSpeed-Chat", "PPO", name, "a100-80g", measured, spent, row)
@@ -91,11 +92,12 @@ def generate_experience(row: Row) -> float:
 def train_actor(row: Row, figures: PeerFigures) -> float:
     """Return the seconds of the actor's minibatches, beside which the critic trains on as many devices."""
     gpus, micro = int(row["actor"]), int(row["micro_train"])
-    one = _trainer(row["model"], Layout(gpus), micro * 2 * LLAMA_LENGTH)
+    tokens, is_trainer = micro * 2 * LLAMA_LENGTH, figures.unfused is None
+    one = _trainer(row["model"], Layout(gpus), tokens, is_trainer=is_trainer)
     per_update = LLAMA_SAMPLES / gpus / LLAMA_UPDATES
     work = _samples(1).share(per_update)
     copies = LLAMA_UPDATES * gradient_copies(one, row["zero"], per_update / micro)
-    return figures.unfused * seconds(train(one, work, LLAMA_UPDATES)) + copies
+    return (figures.unfused or 1) * seconds(train(one, work, LLAMA_UPDATES)) + copies
 
 
 def gradient_copies(one: ReplicaCosts, zero: str, num: float) -> float:
@@ -113,12 +115,16 @@ def _samples(num: int) -> Work:
     return work_of([2 * LLAMA_LENGTH] * num, LLAMA_LENGTH, 1)
 
 
-def _trainer(name: str, layout: Layout, tokens: int, lora: LoraConfig | None = None) -> ReplicaCosts:
+def _trainer(
+    name: str, layout: Layout, tokens: int, lora: LoraConfig | None = None, is_trainer: bool = True
+) -> ReplicaCosts:
     return costs(
         name,
         hardware("a100-80g"),
         layout,
         "torch",
+        attention="flash-attn",
+        is_trainer=is_trainer,
         tokens_per_microbatch=tokens,
         activation_checkpointing=True,
         lora=lora,

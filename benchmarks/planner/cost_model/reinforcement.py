@@ -79,20 +79,21 @@ def grpo_step(row: Row, figures: PeerFigures) -> float:
     rollout = RolloutRequest(groups, size, groups * size * batches, batches - 1, 0)
     generation = seconds(generate(engine, workload, rollout))
     t, c, e, p = (int(row[f"train_{axis}"]) for axis in ("tensor", "context", "expert", "pipe"))
+    kind = "dense" if engine.shape.experts is None else "experts"
     trainer = costs(
         row["model"],
         device,
         Layout(training // (t * c * p), t, p, c, min(e, training // (t * p))),
         "megatron",
         is_overlapping=True,
+        is_trainer=(row["device"], kind) not in figures.learning,
         tokens_per_microbatch=longest,
         activation_checkpointing=row["recompute"] == "true",
     )
     num = int(row["minibatches"])
     work = work_of([int(row["length"])] * groups * size, PROMPT, size).share(1 / trainer.layout.num_copies)
     passes = 2 * seconds(forward(trainer, work)) + seconds(train(trainer, work.share(1 / num), num))
-    kind = "dense" if trainer.shape.experts is None else "experts"
-    learning = figures.learning.get((row["device"], kind), 1.0) * passes
+    learning = passes * figures.learning.get((row["device"], kind), 1.0)
     refit = refit_seconds(row, training, generating)
     if ahead:
         return max(generation, learning) + refit
@@ -191,6 +192,8 @@ class Step:
             hardware(self.device),
             Layout(data, self.tensor, self.pipe),
             self.backend,
+            attention="flash-attn",
+            is_trainer=True,
             tokens_per_microbatch=tokens,
             activation_checkpointing=True,
         )

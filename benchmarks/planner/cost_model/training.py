@@ -40,6 +40,7 @@ def llm_foundry(figures: PeerFigures) -> Iterator[Comparison]:
             hardware(device, "ib-ndr" if device == "h100" else "ib-hdr"),
             Layout(gpus),
             "torch",
+            attention="flash-attn",  # its kernels are none of hflow's; they were made of FlashAttention
             tokens_per_microbatch=int(row["microbatch"]) * int(row["sequence"]),
             activation_checkpointing=row["checkpointing"] == "true",
         )
@@ -85,7 +86,10 @@ def _megatron(source: str, file: str) -> Iterator[Comparison]:
         # Its recipes for performance set `grad_reduce_in_fp32=False` and `fp8_params` or `fp8_param_gather`
         # (nemo/collections/llm/recipes of NeMo v2.2.0, scripts/performance of Megatron-Bridge v0.2.0).
         one = replace(one, low_dtype=low_dtype, gathers_low=low_dtype is not None, gradient_bytes=2)
-        one = replace(one, virtual_stages=int(row["virtual"]))
+        # From 26.06 on, its recipes for Blackwell in MXFP8 have whole iterations in CUDA graphs
+        # (`_enable_hybridep_full_iteration_mxfp8` and its like in perf_recipes).
+        is_captured = row["release"] >= "26.06" and row["device"] != "h100" if "release" in row else False
+        one = replace(one, virtual_stages=int(row["virtual"]), counts_tokens=not is_captured)
         sequences = int(row["batch"]) / d
         work = whole_sequences(int(row["sequence"]), sequences).share(1 / c)
         measured = work.tokens / (t * p) / float(row["tokens_per_second_per_gpu"])
@@ -108,6 +112,8 @@ def prime_rl(figures: PeerFigures) -> Iterator[Comparison]:
             hardware(device),
             Layout(int(row["gpus"])),
             "torch",
+            attention=row["attention"],
+            is_trainer=True,
             tokens_per_microbatch=sequence,
             activation_checkpointing=True,
             offload_activations=row["offload"] == "true",
@@ -116,6 +122,8 @@ def prime_rl(figures: PeerFigures) -> Iterator[Comparison]:
         mark = "" if one.shape.experts is None else "MoE "
         name = f"{row['model']} {row['gpus']}x{device} {row['phase']} {row['lora'] and 'lora '}{sequence} "
         name += row["attention"] + (" offload" if row["offload"] == "true" else "")
+        # It leaves torch's grouped product to Hopper (github.com/PrimeIntellect-ai/prime-rl/issues/1535).
+        one = replace(one, has_grouped_product=device != "b200")
         spent = seconds(train(one, whole_sequences(sequence, 2), 1))
         yield compare("prime-rl", f"{mark}training", name, device, float(row["seconds"]), spent, row)
         if row["phase"] == "rl":  # the others have all logits at once, which hflow's losses never do
@@ -153,7 +161,8 @@ def automodel(figures: PeerFigures) -> Iterator[Comparison]:
             activation_checkpointing=row["recompute"] == "true",
             lora=LoraConfig(r=int(row["lora"])) if row["lora"] else None,
         )
-        one = replace(one, virtual_stages=int(row["virtual"]))
+        # DeepEP counts on the GPU.
+        one = replace(one, virtual_stages=int(row["virtual"]), counts_tokens=False)
         work = whole_sequences(sequence, int(row["batch"]) / d).share(1 / c)
         topic = "training" if one.shape.experts is None else "MoE training"
         name = f"{row['model']} {gpus}xh100 t{t}p{p}c{c}e{e} {row['lora'] and 'lora'}".rstrip()

@@ -52,8 +52,8 @@ class Update:
 
     @property
     def hardware(self) -> Hardware:
-        """Devices and links."""
-        return hardware(self.device)
+        """Devices and links, with the rates of updates."""
+        return hardware(self.device).of_updates
 
     @property
     def calls(self) -> float:

@@ -103,10 +103,11 @@ def _objections(kind: EngineKind, replica: Replica, request: PlanRequest) -> Ite
 
 def attention_choices(replicas: Iterable[Replica], request: PlanRequest) -> tuple[AttentionChoice, ...]:
     """Return the kernel of each replica with the reason for it, as the packages of this machine allow."""
-    return tuple(_attention_choice(replica, request) for replica in replicas)
+    return tuple(attention_choice(replica, request) for replica in replicas)
 
 
-def _attention_choice(replica: Replica, request: PlanRequest) -> AttentionChoice:
+def attention_choice(replica: Replica, request: PlanRequest) -> AttentionChoice:
+    """Return the kernel of a replica with the reason for it."""
     if is_engine(replica.backend) and traits(replica.backend).has_own_attention:
         return AttentionChoice(replica.name, f"that of {replica.backend}", "the engine chooses it")
     kernel = packed_kernel(

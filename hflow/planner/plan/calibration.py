@@ -108,13 +108,31 @@ class HostTimes:
     sequence_us: NonNegative = 0.0
     """Per running sequence of a decode step, added to `step_us`."""
     expert_us: NonNegative = 0.0
-    """Per layer with experts in one pass or decode step, added: the device waits while the host reads how
-    many tokens each expert has, and launches the kernels that sort and compute them."""
+    """Per layer with experts in one pass or decode step, added, where tokens are sent to the ranks of their
+    experts: the device waits while the host reads how many there are for each, and launches what follows."""
+    expert_launch_us: NonNegative = 0.0
+    """The same where the host reads nothing: all experts are on the rank, or a CUDA graph has the layer."""
+    expert_loop_us: NonNegative = 0.0
+    """Per expert of a layer in one pass, added, where no kernel computes all experts at once: the host
+    launches the products of each (`hardware.GROUPED_PRODUCT`)."""
     attention: Positive | None = None
-    """Fraction of dense bf16 FLOP/s that its own attention kernels reach; None: `Calibration.attention`."""
+    """Fraction of dense bf16 FLOP/s that its own attention kernels reach; None: that of `Calibration`."""
     passes: NonNegative | None = None
     """Value in the place of `MemoryRate.passes`, where kernels are fused in another way; None: that one, and
     0 in decoding, where few tokens are computed."""
+
+
+@dataclass(frozen=True, config=CHECKED)
+class TrainerTimes:
+    """What the passes of a trainer of reinforcement learning take besides those of programs that pre-train.
+
+    Sequences differ in length, and losses and statistics are of each token.
+    """
+
+    factor: Annotated[StrictFloat, Field(ge=1)] = 1.0
+    """Seconds of its kernels other than attention, over those of the same ones in pre-training."""
+    layer_us: NonNegative = 0.0
+    """Microseconds for each layer in one pass, added: the device waits for the host."""
 
 
 @dataclass(frozen=True, config=CHECKED)
@@ -145,7 +163,8 @@ class Calibration:
     matmul: FrozenMapping[str, MatmulRate]
     """By dtype. `fp32` and `bf16` are required."""
     attention: Positive
-    """Fraction of dense bf16 FLOP/s in attention kernels over long sequences."""
+    """Fraction of dense bf16 FLOP/s in attention kernels over long sequences: of those that engines choose
+    themselves, and of those that `attention_of` does not name."""
     memory: MemoryRate
     intra: LinkRate
     """Between devices of one machine."""
@@ -156,9 +175,15 @@ class Calibration:
     host: FrozenMapping[str, HostTimes]
     """By training backend and generation engine."""
     transfers: TransferRates
+    attention_of: FrozenMapping[str, Positive] = Field(default_factory=dict)
+    """The same by kernel, without its version (`types.kernels.AttentionKernel`)."""
+    updates: LinkRate | None = None
+    """Between machines, where weights are sent from trainers to engines. None: as `inter`."""
     exchange: LinkRate | None = None
     """Between machines, where every device sends to many others at once, as tokens are sent to experts: all
     ports are in use. None: as `inter`."""
+    trainer: TrainerTimes = Field(default_factory=TrainerTimes)
+    """What a trainer of reinforcement learning takes besides. Nothing where steps of hflow were measured."""
     overlap_cost: Annotated[StrictFloat, Field(ge=0, le=1)] = 0.0
     """Seconds that computation loses for each second of collectives that run beside it, as both need the
     device's units and memory."""
@@ -186,6 +211,15 @@ class Calibration:
     def matmul_rate(self, dtype: str) -> MatmulRate:
         """Return the rate of products in a precision; those without a rate of their own have that of bf16."""
         return self.matmul.get(dtype, self.matmul["bf16"])
+
+    def attention_share(self, kernel: str) -> float:
+        """Return the fraction of dense bf16 FLOP/s that an attention kernel reaches.
+
+        Args:
+            kernel: its name, with or without its version.
+        """
+        names = [name for name in self.attention_of if kernel.startswith(name)]
+        return self.attention_of[max(names, key=len)] if names else self.attention
 
     def host_times(self, name: str) -> HostTimes:
         """Return the host's times of a backend or engine; one of another package has those of the default."""

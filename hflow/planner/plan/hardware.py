@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import Field, StrictInt
@@ -11,6 +13,9 @@ from hflow.base.validation import CHECKED, FrozenMapping
 from hflow.planner.plan.calibration import DTYPES, Calibration, LinkRate, NonNegative, Positive
 
 GIB = 2**30
+GROUPED_PRODUCT = (9, 0)
+"""Compute capability from which `torch.nn.functional.grouped_mm` has a kernel; before, it computes one expert
+after the other (`aten/src/ATen/native/GroupedMMUtils.h` of torch)."""
 LOW_DTYPES = ("fp8", "fp4")
 """Precisions that only some devices compute in."""
 
@@ -117,6 +122,14 @@ class Hardware:
     """The rates that programs reach on device and links."""
     rack: Link | None = None
     """Between machines of one rack; None if the device has no `rack`."""
+
+    @cached_property
+    def of_updates(self) -> Hardware:
+        """The hardware with the rate between machines that weights of an update reach."""
+        updates = self.calibration.updates
+        if updates is None:
+            return self
+        return replace(self, calibration=replace(self.calibration, inter=updates))
 
     def link_rate(self, link: Link) -> LinkRate:
         """Return the rate that programs reach on one of the cluster's links."""

@@ -20,7 +20,13 @@ from hflow.planner.forecast.cost.flops import (
 )
 from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
 from hflow.shapes.layout import stage_layers
-from hflow.shapes.model_shape import ModelShape, mean_active_experts, mean_mlp_rows, num_parameters
+from hflow.shapes.model_shape import (
+    ModelShape,
+    layer_template,
+    mean_active_experts,
+    mean_mlp_rows,
+    num_parameters,
+)
 
 FP8_TRAFFIC = 6
 """Bytes of memory traffic for each value that becomes FP8 in training: bf16 is read for the largest value
@@ -81,7 +87,8 @@ def product_rate(replica: ReplicaCosts, rows: float, is_captured: bool = False) 
 
 def attention_rate(replica: ReplicaCosts) -> float:
     """Return the FLOP/s of attention kernels on one device, which run in the compute dtype."""
-    reached = replica.host.attention or replica.hardware.calibration.attention
+    calibration = replica.hardware.calibration
+    reached = replica.host.attention or calibration.attention_share(replica.attention_kernel)
     return replica.hardware.device.tflops[replica.config.compute_dtype] * 1e12 * reached
 
 
@@ -97,6 +104,20 @@ def elementwise_bytes(replica: ReplicaCosts, rows: float) -> float:
     if passes is None:
         passes = replica.hardware.calibration.memory.passes
     return passes * rows * width * replica.itemsize
+
+
+def adapter_bytes(replica: ReplicaCosts, rows: float) -> float:
+    """Return the memory traffic of one layer's adapters in a forward pass on one rank.
+
+    The first matrix of an adapter reads the input of the adapted one. What the second makes is written, and
+    read with the output that it is added to, which is written again.
+    """
+    if replica.config.lora is None:
+        return 0.0
+    specs = layer_template(replica.trained_shape)
+    inputs = sum(spec.shape[1] for spec in specs if spec.name.endswith("lora_A.weight"))
+    outputs = sum(spec.shape[0] for spec in specs if spec.name.endswith("lora_B.weight"))
+    return rows * (inputs + 4 * outputs) / replica.layout.tensor * replica.itemsize
 
 
 def fp8_bytes(replica: ReplicaCosts, rows: float, num: int, layer_passes: int) -> float:
@@ -149,15 +170,15 @@ def pass_seconds(
     tower_passes = layer_passes if replica.trains_tower else 1
     tower = tower_passes * tower_seconds(replica, work, num)
     first, last = stage_layers(shape.num_layers, layout.pipe)[0]
-    of_layer = layer_passes * elementwise_bytes(replica, work.rows)
+    of_layer = layer_passes * (elementwise_bytes(replica, work.rows) + adapter_bytes(replica, work.rows))
     others = (last - first) * (of_layer + fp8_bytes(replica, work.rows, num, layer_passes))
-    return (
+    kernels = (
         products / product_rate(replica, work.rows / num)
         + head / product_rate(replica.unquantized, work.rows / num)
-        + attention / attention_rate(replica)
         + others / replica.rates.stream
         + tower
     )
+    return replica.trainer.factor * kernels + attention / attention_rate(replica)
 
 
 def _adapter_weights(replica: ReplicaCosts) -> float:

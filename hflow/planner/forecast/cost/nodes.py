@@ -26,6 +26,7 @@ from hflow.planner.forecast.cost.transfers import (
 )
 from hflow.planner.forecast.memory.offload import Use, moved_bytes
 from hflow.planner.forecast.memory.rank import Rank
+from hflow.planner.models.choices import attention_choice
 from hflow.planner.plan.forecast import EdgeTraffic, Pace
 from hflow.planner.plan.hardware import Link
 from hflow.planner.plan.request import PlanRequest
@@ -288,7 +289,14 @@ class Costs:
             self._replicas[name] = (
                 None
                 if shape is None
-                else ReplicaCosts.of(replica, shape, config, self._hardware, self._plan.cluster)
+                else ReplicaCosts.of(
+                    replica,
+                    shape,
+                    config,
+                    self._hardware,
+                    self._plan.cluster,
+                    attention_choice(replica, self._request).kernel,
+                )
             )
         return self._replicas[name]
 

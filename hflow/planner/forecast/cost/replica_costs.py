@@ -15,9 +15,9 @@ from hflow.planner.forecast.cost.collectives import Axis, LinkTime, RankPlacemen
 from hflow.planner.forecast.cost.flops import stage_parameters
 from hflow.planner.forecast.cost.roofline import Rates
 from hflow.planner.forecast.memory.rank import FP32_BYTES, stage_sizes
-from hflow.planner.plan.calibration import HostTimes, MatmulRate
+from hflow.planner.plan.calibration import HostTimes, MatmulRate, TrainerTimes
 from hflow.planner.plan.cluster import ClusterSpec
-from hflow.planner.plan.hardware import Hardware, Link
+from hflow.planner.plan.hardware import GROUPED_PRODUCT, Hardware, Link
 from hflow.planner.plan.request import trained_shape
 from hflow.planner.plan.rows import Replica
 from hflow.planner.plan.traits import BackendTraits, traits
@@ -68,6 +68,15 @@ class ReplicaCosts:
     """Bytes of a gradient as data ranks sum it."""
     gathers_low: bool = False
     """Whether data ranks gather weights in `low_dtype`."""
+    attention_kernel: str = ""
+    """Its attention kernel, with or without its version; empty: that of the engine or program itself."""
+    trainer: TrainerTimes = field(default_factory=TrainerTimes)
+    """What its passes take besides those of programs that pre-train; an engine's take nothing."""
+    has_grouped_product: bool = True
+    """Whether a kernel computes all experts of a layer at once."""
+    counts_tokens: bool = True
+    """Whether the host counts the tokens that are sent to the ranks of their experts, where they are several;
+    in a CUDA graph it does not."""
 
     @classmethod
     def of(
@@ -77,6 +86,7 @@ class ReplicaCosts:
         config: ModelConfig,
         hardware: Hardware,
         cluster: ClusterSpec,
+        attention_kernel: str = "",
     ) -> ReplicaCosts:
         """Return the costs of a replica of the plan."""
 
@@ -102,6 +112,9 @@ class ReplicaCosts:
             replicate=ranks("replicate"),
             low_dtype=config.gen.quantization if replica.role == "gen" else config.fp8 and "fp8",
             has_low_layers_only=True,
+            attention_kernel=attention_kernel,
+            trainer=TrainerTimes() if replica.role == "gen" else hardware.calibration.trainer,
+            has_grouped_product=(hardware.device.capability or GROUPED_PRODUCT) >= GROUPED_PRODUCT,
         )
 
     def with_config(self, config: ModelConfig) -> ReplicaCosts:
@@ -239,10 +252,19 @@ class ReplicaCosts:
         return self.host.layer_us * 1e-6 * self.shape.num_layers / self.layout.pipe
 
     @property
+    def trainer_seconds(self) -> float:
+        """Seconds in one pass through a stage in which the device waits for the host of a trainer."""
+        return self.trainer.layer_us * 1e-6 * self.shape.num_layers / self.layout.pipe
+
+    @property
     def expert_seconds(self) -> float:
         """Seconds in one pass through a stage in which the device waits for the host because of experts."""
         num_layers = expert_layers(self.shape, 0, self.shape.num_layers)
-        return self.host.expert_us * 1e-6 * num_layers / self.layout.pipe
+        is_counting = self.counts_tokens and self.layout.expert > 1
+        of_layer = self.host.expert_us if is_counting else self.host.expert_launch_us
+        if not self.has_grouped_product and self.shape.experts is not None:
+            of_layer += self.host.expert_loop_us * self.shape.experts.num / self.layout.expert
+        return of_layer * 1e-6 * num_layers / self.layout.pipe
 
 
 def expert_exchange(replica: ReplicaCosts, num_tokens: float) -> LinkTime:

@@ -161,7 +161,8 @@ def _layer_passes(
     else:
         tokens = expert_exchange(replica, work.rows / num).times(num * num_passes)
     waiting = Part("experts' host", num * num_passes * replica.expert_seconds, LATENCY)
-    exchanged = keys.seconds + tokens.seconds + waiting.seconds
+    of_trainer = Part("host", num * num_passes * replica.trainer_seconds, LATENCY)
+    exchanged = keys.seconds + tokens.seconds + waiting.seconds + of_trainer.seconds
     busy = compute.seconds + all_reduces.seconds + stage_transfers.seconds + exchanged
     return [
         compute,
@@ -170,6 +171,7 @@ def _layer_passes(
         keys.part("keys and values"),
         tokens.part("tokens to experts"),
         waiting,
+        of_trainer,
         Part(
             "pipeline bubble",
             bubble(replica.layout.pipe, num, replica.virtual_stages) * busy,

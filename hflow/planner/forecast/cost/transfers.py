@@ -93,7 +93,7 @@ def _gather(route: WeightRoute, replica: ReplicaCosts, ranks: RankPlacement) -> 
     """
     trained = num_parameters(replica.trained_shape)
     whole = trained * replica.itemsize
-    gathered = all_gather(whole, ranks, replica.hardware)
+    gathered = all_gather(whole, ranks, replica.hardware.of_updates)
     num_buckets = math.ceil(whole / BUCKET_BYTES)
     latency = LinkTime(gathered.transfer, gathered.latency * num_buckets)
     loaded = replica.trained_weights * replica.itemsize
@@ -172,7 +172,7 @@ def _arrival(
     What a transport reads in place, such as shared memory on a CPU or memory of the same GPU, takes none; nor
     does what the device itself holds, where `WeightRoute.near` carries it.
     """
-    hardware, num = replica.hardware, replica.layout.world
+    hardware, num = replica.hardware.of_updates, replica.layout.world
     if route.near:
         needed = route.moved_bytes / num
     copies = max(1, ranks.per_machine // (replica.layout.tensor * replica.layout.pipe))
