@@ -17,6 +17,8 @@ from hflow.shapes.model_shape import expert_layers, mean_mlp_rows
 NUM_MLP = 3
 """What an MLP keeps of gate, up, the activated gate and their product: all but the third (`layers.py`)."""
 
+NUM_ROUTED = 1
+"""Copies of hidden states that experts keep: of inputs, as outputs have their weights already (`experts.py`)."""
 NUM_MLP_BACKWARD = 3
 """Tensors of an MLP's rows in its backward pass: the gradients of gate and up, and the activated gate."""
 
@@ -67,7 +69,8 @@ def kept_after_infer(rank: Rank) -> Items:
 
 def _train_moments(rank: Rank, batch: MicroBatch) -> Iterator[Items]:
     """Yield the bytes at each moment that may be the peak."""
-    layer = activations.kept_by_layer(rank, batch, NUM_MLP) + activations.kept_by_adapters(rank, batch)
+    layer = activations.kept_by_layer(rank, batch, NUM_MLP, NUM_ROUTED)
+    layer += activations.kept_by_adapters(rank, batch)
     layer -= _saved_by_fp8(rank, batch)
     is_recomputed = rank.config.activation_checkpointing
     recomputed = layer if is_recomputed else 0

@@ -26,16 +26,19 @@ NUM_COPIED = 2
 (`models/host_offload.py`)."""
 
 
-def kept_by_layer(rank: Rank, batch: MicroBatch, num_mlp: int = 4) -> int:
+def kept_by_layer(rank: Rank, batch: MicroBatch, num_mlp: int = 4, num_routed: int = 2) -> int:
     """Return the bytes that autograd keeps of one decoder layer until its backward pass.
 
     Args:
         rank: computes it.
         batch: the micro-batch.
         num_mlp: the argument of `kept_per_token` with this name.
+        num_routed: the copies of hidden states that experts keep: of their inputs, and of their outputs where
+            these are weighted.
     """
     hidden_rows, split_rows = kept_per_token(rank, pads=batch.pads, num_mlp=num_mlp)
-    per_token = hidden_rows / rank.token_share + split_rows / rank.tensor + routed_per_token(rank)
+    routed = num_routed * routed_per_token(rank)
+    per_token = hidden_rows / rank.token_share + split_rows / rank.tensor + routed
     return round(per_token * batch.tokens)
 
 
@@ -129,14 +132,16 @@ def kept_outside_layers(rank: Rank, batch: MicroBatch) -> int:
 def backward_buffers(rank: Rank, batch: MicroBatch, num_mlp: int = 2) -> int:
     """Return the bytes of the backward pass of a layer's MLP, beyond what is kept.
 
-    Its rows, the gradient of the residual, and with sequence parallelism the gathered input.
+    Its rows, the gradient of the residual, with sequence parallelism the gathered input, and with experts the
+    gradients of each copy of a token, as it left its expert and as it entered it.
 
     Args:
         rank: computes it.
         batch: the micro-batch.
         num_mlp: tensors of the MLP's rows that it needs.
     """
-    hidden = rank.shape.hidden * (1 if rank.token_share == 1 else 2)
+    copies = 0 if rank.shape.experts is None else 2 * rank.shape.experts.per_token
+    hidden = rank.shape.hidden * ((1 if rank.token_share == 1 else 2) + copies)
     return rank.width * (num_mlp * _most_mlp_rows(rank.shape) // rank.tensor + hidden) * batch.tokens
 
 
