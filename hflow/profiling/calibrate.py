@@ -16,7 +16,7 @@ from hflow.base.devices import is_gpu
 from hflow.base.errors import ConfigError
 from hflow.config import RunConfig
 from hflow.config.schema import GenConfig, ModelConfig
-from hflow.launch.planning.request import cluster_hardware, known_devices
+from hflow.launch.planning.request import cluster_hardware, installed_versions, known_devices
 from hflow.planner.forecast.cost.collectives import RankPlacement
 from hflow.planner.forecast.cost.flops import Work, work_of
 from hflow.planner.forecast.cost.generation import decode_step
@@ -24,8 +24,15 @@ from hflow.planner.forecast.cost.kernels import elementwise_bytes
 from hflow.planner.forecast.cost.rank_collectives import Passes, fsdp_gathers, fsdp_scatters, total_time
 from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
 from hflow.planner.forecast.cost.training import forward, train
-from hflow.planner.plan.calibration import Calibration, HostTimes, LinkRate, MatmulRate, MemoryRate
-from hflow.planner.plan.hardware import Hardware
+from hflow.planner.plan.calibration import (
+    Calibration,
+    HostTimes,
+    LinkRate,
+    MatmulRate,
+    MemoryRate,
+    TrainerTimes,
+)
+from hflow.planner.plan.hardware import Device, Hardware
 from hflow.planner.plan.traits import BACKENDS, ENGINES, traits
 from hflow.profiling import measure
 from hflow.profiling.fit import (
@@ -51,6 +58,7 @@ from hflow.profiling.short_run import ShortRunError, measure_overheads
 from hflow.shapes.architectures import read_shape
 from hflow.shapes.layout import Layout
 from hflow.shapes.model_shape import DTYPE_BYTES
+from hflow.types.kernels import flash_versions, packed_kernel
 
 NUM_PROCESSES = 2
 """Processes that are measured together on a CPU."""
@@ -180,6 +188,9 @@ def _calibration(hardware: Hardware, report: Callable[[str], None], name: str) -
         devices=(device.name,),
         source=f"hflow profile on {platform.machine()}, {datetime.date.today().isoformat()}",
         is_measured=True,
+        versions=installed_versions(),
+        published={},
+        trainer=TrainerTimes(),  # whole training steps are measured
     )
     if is_gpu(kind) and num_ranks > 1:
         sizes = measure.collectives(kind, num_ranks)
@@ -240,14 +251,35 @@ def _with_kernels(hardware: Hardware, report: Callable[[str], None], missed: dic
 
     report("decode steps")
     found = replace(
-        found, matmul=matmul, attention=attention, memory=memory, host_copy=host_copy, transfers=transfers
+        found,
+        matmul=matmul,
+        attention=attention,
+        attention_of={_attention_kernel(device, dtype): attention},
+        memory=memory,
+        host_copy=host_copy,
+        transfers=transfers,
     )
     host = dict(found.host)
     figures = replace(hardware, calibration=found)
     steps = _decode_times(figures, dtype)
-    host[ENGINE] = replace(fit_decode(steps), expert_us=host[ENGINE].expert_us)
+    host[ENGINE] = _with_experts(fit_decode(steps), host[ENGINE])
     missed["decode"] = held_out_error(steps, _decode)
     return replace(found, host=host)
+
+
+def _attention_kernel(device: Device, dtype: Literal["fp32", "bf16"]) -> str:
+    """Return the kernel that computes attention on this machine."""
+    return packed_kernel(device.type, dtype, device.capability, flash_versions(), deterministic=False).kernel
+
+
+def _with_experts(found: HostTimes, shipped: HostTimes) -> HostTimes:
+    """Return times with those of layers with experts, of which there are none in the measured models."""
+    return replace(
+        found,
+        expert_us=shipped.expert_us,
+        expert_launch_us=shipped.expert_launch_us,
+        expert_loop_us=shipped.expert_loop_us,
+    )
 
 
 def _with_training(
@@ -270,7 +302,7 @@ def _with_training(
     for backend in BACKENDS:
         report(f"training with {backend}")
         calls = _training_times(backend, hardware, dtype)
-        host[backend] = replace(fit_training(calls, is_ahead), expert_us=host[backend].expert_us)
+        host[backend] = _with_experts(fit_training(calls, is_ahead), host[backend])
         missed[backend] = held_out_error(calls, partial(_training, is_ahead=is_ahead))
         if backend == SHARDED and sharded:
             rows = _sharded_steps(sharded, calls, hardware, dtype)

@@ -117,6 +117,7 @@ def learn_from_run(run: str, device: str) -> LearnedFromRun:
             devices=(device,),
             source=source,
             is_measured=True,
+            published={},
             missed=missed,
             unmeasured=_unchanged(base, found),
         ),

@@ -160,7 +160,7 @@ def decode_kernel(device: str, dtype: str) -> AttentionKernel:
 @cache
 def flash_versions() -> Mapping[AttentionKernel, str]:
     """Return the versions of the packages in `FLASH_MODULES` that are installed, from metadata alone."""
-    versions = {kernel: _installed_version(kernel) for kernel in FLASH_MODULES}
+    versions = {kernel: distribution_version(kernel) for kernel in FLASH_MODULES}
     return {kernel: version for kernel, version in versions.items() if version is not None}
 
 
@@ -299,7 +299,7 @@ def install_problem(installed: TransformerEngine | None) -> str:
 @cache
 def installed_transformer_engine() -> TransformerEngine | None:
     """Return the installed Transformer Engine, from metadata alone; None if there is none."""
-    version = _installed_version(TE_PACKAGE)
+    version = distribution_version(TE_PACKAGE)
     return None if version is None else TransformerEngine(version, _mismatch(version))
 
 
@@ -327,7 +327,7 @@ def _mismatch(version: str) -> str:
 
     The libraries of its two builds have one path, and it loads that for CUDA 12 first.
     """
-    cores = [name for name in TE_CORES if _installed_version(name) is not None]
+    cores = [name for name in TE_CORES if distribution_version(name) is not None]
     if len(cores) > 1:
         return f"{' and '.join(cores)} are both installed: uninstall the one that torch was not built for"
     try:
@@ -342,7 +342,8 @@ def _mismatch(version: str) -> str:
     )
 
 
-def _installed_version(distribution: str) -> str | None:
+def distribution_version(distribution: str) -> str | None:
+    """Return the version of a package on this machine, from metadata alone; None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

@@ -93,8 +93,8 @@ class PeerFigures:
     """Microseconds of DeepSpeed-Chat's host for one layer of a decode step, in which kernels are launched one
     by one."""
     passes: float | None = None
-    """Seconds of DeepSpeed-Chat's other passes over those of their kernels. A program without such a factor is
-    a trainer as hflow knows them (`Calibration.trainer`)."""
+    """Seconds of DeepSpeed-Chat's other passes over those of their kernels. A program without such a factor
+    is a trainer as hflow knows them (`Calibration.trainer`)."""
     unfused: float | None = None
     """Seconds of OpenRLHF's training passes over those of their kernels: it runs transformers without fused
     kernels, and steps AdamW on the host."""

@@ -114,9 +114,14 @@ def _predicted(pair: Comparison) -> float:
     return pair.predicted
 
 
-def right_signs(pairs: list[Comparison]) -> str:
+def num_right_signs(pairs: list[Comparison]) -> int:
     """Return how many gains are predicted on the side of 1 that they are measured on."""
-    return f"{sum((one.measured > 1) == (one.predicted > 1) for one in pairs)} of {len(pairs)}"
+    return sum((one.measured > 1) == (one.predicted > 1) for one in pairs)
+
+
+def right_signs(pairs: list[Comparison]) -> str:
+    """Return it beside the number of gains."""
+    return f"{num_right_signs(pairs)} of {len(pairs)}"
 
 
 def summary(found: list[Comparison]) -> list[dict[str, object]]:
@@ -162,6 +167,8 @@ def accuracy(shipped: list[Comparison]) -> dict[str, Any]:
         for kind in dict.fromkeys(KINDS.values()):
             if pairs := _held_out(shipped, family, kind):
                 kinds[kind] = {"rows": len(pairs), "error": _mean_error(pairs), "ratio": _median_ratio(pairs)}
+                if "gain" in kind:
+                    kinds[kind]["right_signs"] = num_right_signs(pairs)
         found[family] = {"devices": list(devices), "kinds": kinds}
     return found
 

@@ -9,6 +9,7 @@ Builds the planner's `PlanRequest` from the configuration: cluster, hardware, mo
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,7 +38,13 @@ from hflow.launch.planning.models import (
     unopened_templates,
 )
 from hflow.planner.models.descriptors import engine_kind
-from hflow.planner.plan.calibration import Calibration, check_device
+from hflow.planner.plan.calibration import (
+    MEASURED_WITH,
+    Calibration,
+    PublishedError,
+    changed_figures,
+    check_device,
+)
 from hflow.planner.plan.cluster import ClusterSpec, device_of, parse_cluster
 from hflow.planner.plan.hardware import Device, Hardware, Link
 from hflow.planner.plan.optimizers import OPTIMIZERS
@@ -45,7 +52,12 @@ from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.traits import ENGINES
 from hflow.planner.plan.workload import PromptImages, image_sizes
 from hflow.shapes.model_shape import ModelShape
-from hflow.types.kernels import flash_versions, installed_transformer_engine
+from hflow.types.kernels import (
+    distribution_version,
+    flash_versions,
+    installed_transformer_engine,
+    packed_kernel,
+)
 
 HardwareKind = Literal["devices", "links", "calibrations"]
 
@@ -60,9 +72,14 @@ def read_hardware(kind: HardwareKind, recipe: str | Path) -> dict[str, Mapping[s
     Raises:
         ConfigError: for a file that is not a YAML mapping.
     """
-    directories = (shipped_directory("configs") / "hardware" / kind, Path(recipe).parent / "hardware" / kind)
+    directories = (shipped_directory("configs") / "hardware" / kind, _own_directory(kind, recipe))
     files = {file.stem: file for directory in directories for file in directory.glob("*.yaml")}
     return {name: read_yaml(files[name]) for name in sorted(files)}
+
+
+def _own_directory(kind: HardwareKind, recipe: str | Path) -> Path:
+    """Return the directory of a user's own figures."""
+    return Path(recipe).parent / "hardware" / kind
 
 
 T = TypeVar("T", Device, Link, Calibration)
@@ -157,7 +174,16 @@ def device_calibration(device: Device, recipe: str | Path, file: str | None = No
         return calibration
     known = _known(Calibration, "calibrations", recipe)
     named = (calibration for calibration in known.values() if device.name in calibration.devices)
-    return next(named, known[device.type])
+    found = next(named, known[device.type])
+    is_shipped = not _own_directory("calibrations", recipe).joinpath(f"{found.name}.yaml").exists()
+    return replace(found, published=_published_errors(device.name)) if is_shipped else found
+
+
+def _published_errors(device: str) -> dict[str, PublishedError]:
+    """Return how far plans of shipped figures are from published runs on devices of the same family."""
+    families = json.loads((shipped_directory("configs") / "hardware" / "accuracy.json").read_text())
+    family = next((one for one in families.values() if device in one["devices"]), None)
+    return {} if family is None else {kind: PublishedError(**row) for kind, row in family["kinds"].items()}
 
 
 def calibration_of(values: Mapping[str, Any], file: str | Path) -> Calibration:
@@ -256,12 +282,13 @@ def plan_request(
         PlanError: for an unknown device.
     """
     cluster, hardware = cluster_hardware(config, recipe, learn)
+    models = {spec.name: _model(config, spec, cluster.device) for spec in graph.models}
     return PlanRequest(
         cluster=cluster,
         hardware=hardware,
         batch=config.batch,
         num_steps=config.steps,
-        models={spec.name: _model(config, spec, cluster.device) for spec in graph.models},
+        models=models,
         shapes=_shapes(config, graph),
         families=_families(config, graph),
         groups=config.groups,
@@ -290,8 +317,29 @@ def plan_request(
             *_staleness_warnings(config, graph),
             *_quantization_warnings(config, graph),
             *_reference_warnings(config, graph),
+            *_calibration_warnings(models, hardware, config.deterministic),
         ),
     )
+
+
+def _calibration_warnings(
+    models: Mapping[str, ModelConfig], hardware: Hardware, deterministic: bool
+) -> Iterator[str]:
+    """Yield the figures of a calibration that were measured with other kernels or packages."""
+    device, flash = hardware.device, flash_versions()
+    kernels = [
+        packed_kernel(
+            device.type, model.compute_dtype, device.capability, flash, deterministic=deterministic
+        ).kernel
+        for model in models.values()
+    ]
+    yield from changed_figures(hardware.calibration, installed_versions(), kernels)
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of the packages that decide a calibration's figures (`MEASURED_WITH`)."""
+    versions = {package: distribution_version(package) for package in MEASURED_WITH}
+    return {package: version for package, version in versions.items() if version is not None}
 
 
 _LATER_KEYS: Mapping[str, Any] = {

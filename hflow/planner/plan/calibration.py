@@ -7,9 +7,10 @@ Figures that were measured on the hardware at hand replace them: `calibration=FI
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated
 
-from pydantic import Field, StrictBool, StrictFloat
+from pydantic import Field, StrictBool, StrictFloat, StrictInt
 from pydantic.dataclasses import dataclass
 
 from hflow.base.errors import PlanError
@@ -18,6 +19,13 @@ from hflow.planner.plan.traits import BACKENDS, ENGINES, is_engine
 
 DTYPES = ("fp32", "bf16")
 """Precisions that models compute in. Every device and every calibration has a figure for each."""
+
+MEASURED_WITH = {
+    "torch": "matmul, attention and memory",
+    "transformers": "host.torch",
+    "megatron-core": "host.megatron",
+}
+"""Packages that decide figures of `hflow profile` -> these figures."""
 
 Positive = Annotated[StrictFloat, Field(gt=0, le=1e15)]
 NonNegative = Annotated[StrictFloat, Field(ge=0, le=1e15)]
@@ -151,6 +159,20 @@ class TransferRates:
 
 
 @dataclass(frozen=True, config=CHECKED)
+class PublishedError:
+    """How far a plan with shipped figures is from published runs that nothing was fitted to."""
+
+    rows: Annotated[StrictInt, Field(ge=1)]
+    """Number of measurements."""
+    error: NonNegative
+    """Mean of |predicted / measured - 1|."""
+    ratio: Positive
+    """Median of predicted / measured."""
+    right_signs: Annotated[StrictInt, Field(ge=0)] | None = None
+    """Of gains, how many are predicted on the side of 1 that they were measured on."""
+
+
+@dataclass(frozen=True, config=CHECKED)
 class Calibration:
     """The rates that programs reach on one kind of device."""
 
@@ -196,9 +218,15 @@ class Calibration:
     work: messages to its workers and back, and what the controller does in between."""
     is_measured: StrictBool = False
     """Whether it was measured on the user's hardware, rather than shipped with hflow."""
+    versions: FrozenMapping[str, str] = Field(default_factory=dict)
+    """Package in `MEASURED_WITH` -> its version when its figures were measured; empty: shipped figures."""
     missed: FrozenMapping[str, NonNegative] = Field(default_factory=dict)
     """Part of what was measured, such as `matmul` -> mean absolute error (0.05: 5 %) on measurements that no
     figure was fitted to."""
+    published: FrozenMapping[str, PublishedError] = Field(default_factory=dict)
+    """Kind of figure, such as `training pass` -> how far plans are from published runs on devices of this
+    family. Only of shipped figures: `configs/hardware/accuracy.json`, which
+    `benchmarks/planner/cost_model/validate.py` writes."""
     unmeasured: tuple[str, ...] = ()
     """Parts that this hardware could not show, such as `inter` on one machine; they are shipped figures."""
 
@@ -225,6 +253,32 @@ class Calibration:
         """Return the host's times of a backend or engine; one of another package has those of the default."""
         default = (ENGINES if is_engine(name) else BACKENDS).default
         return self.host.get(name, self.host[default])
+
+
+def changed_figures(
+    calibration: Calibration, installed: Mapping[str, str], kernels: Iterable[str]
+) -> Iterator[str]:
+    """Yield warnings about figures that were measured with another kernel, or another version of a package.
+
+    Args:
+        calibration: a calibration; of a shipped one nothing is said.
+        installed: package -> version on this machine.
+        kernels: the plan's attention kernels, without versions.
+    """
+    again = "measure again with hflow profile"
+    if calibration.is_measured and calibration.attention_of:
+        measured = " and ".join(calibration.attention_of)
+        for kernel in sorted(set(kernels) - set(calibration.attention_of)):
+            yield (
+                f"calibration {calibration.name}: attention was measured with {measured}, and the plan "
+                f"computes it with {kernel}, which takes other times; {again}"
+            )
+    for package, version in calibration.versions.items():
+        if package in installed and installed[package] != version:
+            yield (
+                f"calibration {calibration.name}: {MEASURED_WITH[package]} were measured with {package} "
+                f"{version}, and {installed[package]} is installed; {again}"
+            )
 
 
 def check_device(calibration: Calibration, device: str, key: str) -> None:

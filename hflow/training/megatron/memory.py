@@ -18,7 +18,7 @@ NUM_MLP = 3
 """What an MLP keeps of gate, up, the activated gate and their product: all but the third (`layers.py`)."""
 
 NUM_ROUTED = 1
-"""Copies of hidden states that experts keep: of inputs, as outputs have their weights already (`experts.py`)."""
+"""Copies of hidden states that experts keep: inputs, as outputs have their weights already (`experts.py`)."""
 NUM_MLP_BACKWARD = 3
 """Tensors of an MLP's rows in its backward pass: the gradients of gate and up, and the activated gate."""
 

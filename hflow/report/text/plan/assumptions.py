@@ -9,7 +9,7 @@ from rich.text import Text
 
 from hflow.base.devices import is_gpu
 from hflow.base.text import format_count, format_share
-from hflow.planner.plan.calibration import Calibration
+from hflow.planner.plan.calibration import Calibration, PublishedError
 from hflow.planner.plan.cluster import ClusterSpec, used_links
 from hflow.planner.plan.hardware import Hardware
 from hflow.planner.plan.rows import Plan
@@ -67,6 +67,8 @@ def _hardware(hardware: Hardware, cluster: ClusterSpec) -> Iterator[tuple[str, s
             "the smallest message",
         )
     yield "calibration", f"{calibration_text(calibration)}. {reached_text(calibration)}"
+    if not calibration.is_measured:
+        yield "accuracy", accuracy_text(calibration, device.name)
 
 
 def calibration_text(calibration: Calibration) -> str:
@@ -79,6 +81,29 @@ def calibration_text(calibration: Calibration) -> str:
     if calibration.unmeasured:
         text += f"; shipped figures for {', '.join(calibration.unmeasured)}"
     return text
+
+
+def accuracy_text(calibration: Calibration, device: str) -> str:
+    """Return how far plans with shipped figures are from published runs, by kind of figure."""
+    if not calibration.published:
+        return f"no published run on {device} was compared"
+    kinds = "; ".join(
+        f"{kind} {format_share(one.error)} off ({one.rows} runs, {_direction(one)})"
+        for kind, one in calibration.published.items()
+    )
+    return (
+        f"of plans for devices like {device} against published runs of other programs, to which nothing was "
+        f"fitted: {kinds}"
+    )
+
+
+def _direction(one: PublishedError) -> str:
+    """Return the side on which half of the predictions are, or for gains how many have the right sign."""
+    if one.right_signs is not None:
+        return f"{one.right_signs} on the right side of 1"
+    if round(one.ratio, 2) == 1:
+        return "median as measured"
+    return f"median {format_share(abs(1 - one.ratio))} {'too low' if one.ratio < 1 else 'too high'}"
 
 
 def reached_text(calibration: Calibration) -> str:
