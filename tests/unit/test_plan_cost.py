@@ -63,6 +63,7 @@ from hflow.planner.forecast.cost.rank_collectives import (
 )
 from hflow.planner.forecast.cost.roofline import (
     COMPUTE,
+    HOST,
     LATENCY,
     MEMORY,
     NETWORK,
@@ -174,11 +175,11 @@ def test_the_slowest_of_three_bounds():
     assert (rates.flops, rates.memory) == (1e12, 1e11)
     assert roofline("x", 2.0, 1.0) == Part("x", 2.0, COMPUTE)
     assert roofline("x", 1.0, 3.0) == Part("x", 3.0, MEMORY)
-    assert roofline("x", 1.0, 3.0, host=4.0) == Part("x", 4.0, LATENCY)
+    assert roofline("x", 1.0, 3.0, host=4.0) == Part("x", 4.0, HOST)
     # A soft corner: the square root of 3^2 + 4^2, and their sum.
     assert roofline("x", 3.0, 4.0, sharpness=2.0) == Part("x", 5.0, MEMORY)
     assert roofline("x", 3.0, 4.0, sharpness=1.0) == Part("x", 7.0, MEMORY)
-    assert roofline("x", 3.0, 4.0, host=6.0, sharpness=2.0) == Part("x", 6.0, LATENCY)
+    assert roofline("x", 3.0, 4.0, host=6.0, sharpness=2.0) == Part("x", 6.0, HOST)
 
 
 def test_small_products_are_slow():
@@ -480,8 +481,8 @@ def test_few_tokens_are_bound_by_reading_the_weights_for_every_micro_batch():
 
 def test_a_host_that_issues_every_operation_bounds_small_passes():
     one = side(host=HostTimes(layer_us=850))
-    assert forward(one, work(10.0))[0] == Part("forward", 4 * 0.85e-3, LATENCY)
-    assert train(one, work(10.0), 1)[0] == Part("forward and backward", 2 * 4 * 0.85e-3, LATENCY)
+    assert forward(one, work(10.0))[0] == Part("forward", 4 * 0.85e-3, HOST)
+    assert train(one, work(10.0), 1)[0] == Part("forward and backward", 2 * 4 * 0.85e-3, HOST)
 
 
 def test_small_layers_are_gathered_at_once_and_seen_whole():
@@ -691,7 +692,7 @@ def test_tensor_ranks_sum_hidden_states_in_every_step():
 def test_host_time_between_steps_is_added():
     one = in_turns(side(backend="vllm", host=HostTimes(step_us=2500, sequence_us=20)))
     step = decode_step(one, 1, 0)
-    assert (step.name, step.limit) == ("decode", LATENCY)
+    assert (step.name, step.limit) == ("decode", HOST)
     assert step.seconds == pytest.approx(4 * 153_856 / 1e11 + 2.5e-3 + 20e-6)
     # Each running sequence adds 20 us on the host.
     several = decode_step(one, 100, 0)
@@ -704,7 +705,7 @@ def test_host_time_is_hidden_where_the_engine_schedules_ahead():
     device = replace(ahead, host=HostTimes(gap_us=100))
     # The host takes 4.5 ms. The device takes less with short sequences, and more with long ones.
     assert decode_step(device, 100, 0).seconds < 4.5e-3 < decode_step(device, 100, 1e8).seconds
-    assert decode_step(ahead, 100, 0) == Part("decode", pytest.approx(4.5e-3), LATENCY)
+    assert decode_step(ahead, 100, 0) == Part("decode", pytest.approx(4.5e-3), HOST)
     assert decode_step(ahead, 100, 1e8) == decode_step(device, 100, 1e8)
     added = decode_step(in_turns(ahead), 100, 1e8).seconds - decode_step(device, 100, 1e8).seconds
     assert added == pytest.approx(4.5e-3)

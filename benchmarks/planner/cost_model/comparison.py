@@ -73,7 +73,7 @@ class PeerFigures:
     """
 
     host: HostTimes | None = None
-    """The host of SGLang and TensorRT-LLM."""
+    """The host of engines in trainers of 2025: vLLM before it scheduled ahead, and processes around it."""
     attention: Mapping[str, float] = field(default_factory=dict)
     """Device -> fraction of the data sheet that LLM Foundry's own attention kernels reach."""
     waiting: float = 1.0
@@ -102,7 +102,7 @@ class PeerFigures:
 
 AS_SHIPPED = PeerFigures()
 OF_PEERS = PeerFigures(
-    host=HostTimes(gap_us=27, step_us=600, sequence_us=3.3, passes=0.75),
+    host=HostTimes(gap_us=27, step_us=2500, sequence_us=20, expert_us=12, expert_launch_us=12, passes=0.75),
     attention={"h100": 0.158, "a100-40g": 0.283, "a100-80g": 0.283},
     waiting=1.8,
     learning={
@@ -207,6 +207,7 @@ def costs(
     is_overlapping: bool = False,
     attention: str = "",
     is_trainer: bool = False,
+    host: HostTimes | None = None,
     **settings: object,
 ) -> ReplicaCosts:
     """Return a replica on neighbouring devices; tensor ranks are innermost, then context, data, stages.
@@ -229,7 +230,7 @@ def costs(
         config,
         layout,
         kind,
-        hardware.calibration.host[backend],
+        host or hardware.calibration.host[backend],
         hardware,
         data=spread(d * c, t, per_machine),
         tensor=spread(t, 1, per_machine),

@@ -51,7 +51,6 @@ def tensorrt_llm(figures: PeerFigures) -> Iterator[Comparison]:
         is_dense = model(row["model"]).experts is None
         layout = Layout(1, num) if is_dense else Layout(num, expert=num)
         one = replace(costs(row["model"], hardware(row["device"]), layout, "vllm"), low_dtype="fp8")
-        one = _with_host(one, figures)
         slots = cache_slots(one, prompt + response, 0.95)
         requests = math.ceil(REQUESTS[prompt, response] / layout.data)
         spent = seconds(prefill(one, whole_sequences(prompt, requests)))
@@ -69,8 +68,6 @@ def qwen3_speed(figures: PeerFigures) -> Iterator[Comparison]:
     for row in rows("qwen3_speed"):
         backend = {"sglang": "vllm", "transformers": "embedded"}[row["engine"]]
         one = costs(row["model"], hardware("h20"), Layout(1, int(row["tensor"])), backend)
-        if row["engine"] == "sglang":
-            one = _with_host(one, figures)
         prompt, response = int(row["prompt"]), 2048
         spent = seconds(prefill(one, whole_sequences(prompt, 1)))
         spent += response * decode_seconds(one, 1, prompt + response / 2)
@@ -78,13 +75,6 @@ def qwen3_speed(figures: PeerFigures) -> Iterator[Comparison]:
         measured, predicted = float(row["tokens_per_second"]), (prompt + response) / spent
         topic = "decode" if one.shape.experts is None else "MoE decode"
         yield compare("Qwen3 speed", topic, name, "h20", measured, predicted, row)
-
-
-def _with_host(one: ReplicaCosts, figures: PeerFigures) -> ReplicaCosts:
-    """Return an engine with the host of the measured ones."""
-    if figures.host is None:
-        return one
-    return replace(one, host=replace(figures.host, expert_us=one.host.expert_us))
 
 
 def decode_seconds(one: ReplicaCosts, num: float, length: float) -> float:

@@ -25,6 +25,7 @@ from hflow.planner.forecast.cost.flops import kv_entries, work_of
 from hflow.planner.forecast.cost.generation import RolloutRequest, generate
 from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
 from hflow.planner.forecast.cost.training import forward, local_weights, train
+from hflow.planner.plan.calibration import HostTimes
 from hflow.planner.plan.hardware import GIB
 from hflow.planner.plan.workload import Workload
 from hflow.shapes.layout import Layout
@@ -69,9 +70,8 @@ def grpo_step(row: Row, figures: PeerFigures) -> float:
     generating = int(row["gpus"]) - (training if ahead else 0)
     longest, g = int(row["max_length"]), int(row["generate_tensor"])
     workload = cut_workload(int(row["length"]) - PROMPT, longest - PROMPT)
-    engine = costs(
-        row["model"], device, Layout(generating // g, g), "vllm", gen=GenConfig(max_running=RUNNING)
-    )
+    config, layout = GenConfig(max_running=RUNNING), Layout(generating // g, g)
+    engine = costs(row["model"], device, layout, "vllm", host=figures.host, gen=config)
     engine = limit_running(engine, int(row["length"]), float(row["memory"]))
     # Answers for a step are generated with the weights of at most `ahead` steps before, so that as many
     # batches are in flight (`_calculate_target_weights` of NeMo RL's `async_utils`).
@@ -167,12 +167,14 @@ class Step:
     """Samples of a micro-batch; 0: as many as the longest response has tokens, or 32,768."""
     is_eager: bool = False
     """Whether the engine launches kernels one by one, without CUDA graphs."""
+    host: HostTimes | None = None
+    """The host of the engine; None: as hflow ships it."""
 
     def generation(self, gpus: int, mean: float, ahead: int) -> float:
         """Return the seconds of generating a batch, with the batches that are in flight."""
         config = GenConfig(max_running=RUNNING)
         layout = Layout(gpus // self.engine_tensor, self.engine_tensor)
-        engine = costs(self.model, hardware(self.device), layout, "vllm", gen=config)
+        engine = costs(self.model, hardware(self.device), layout, "vllm", host=self.host, gen=config)
         if self.is_eager:
             launching = engine.hardware.calibration.host["embedded"].layer_us
             engine = replace(engine, host=replace(engine.host, layer_us=launching))
@@ -211,7 +213,9 @@ def verl_async(figures: PeerFigures) -> Iterator[Comparison]:
     with training is part of its published seconds.
     """
     for row in rows("verl_async"):
-        in_turns, ahead = _verl_step(row, "answers_in_turns"), _verl_step(row, "answers_ahead")
+        in_turns, ahead = (
+            replace(_verl_step(row, f"answers_{mode}"), host=figures.host) for mode in ("in_turns", "ahead")
+        )
         num = num_parameters(model(in_turns.model))
         params, states = (num * float(row[key]) for key in ("parameter_bytes", "state_bytes"))
         device = hardware(in_turns.device)
@@ -239,7 +243,8 @@ def areal(figures: PeerFigures) -> Iterator[Comparison]:
     """Yield what steps ahead gain, at the length that explains the seconds of a step in turns."""
     for row in rows("areal"):
         gpus = 8 * int(row["machines"])
-        step = Step(row["model"], "h800", 512, 16, 27_000, 4, 1, "megatron", 1, int(row["pipe"]))
+        pipe = int(row["pipe"])
+        step = Step(row["model"], "h800", 512, 16, 27_000, 4, 1, "megatron", 1, pipe, host=figures.host)
 
         def in_turns(mean: float, step: Step = step, gpus: int = gpus) -> float:
             return step.generation(gpus, mean, 0) + sum(step.learning(gpus, mean))

@@ -82,7 +82,8 @@ class NodeTime:
     parts: tuple[tuple[str, float], ...]
     """Named seconds that add up to `seconds`, as (`forward`, 1.2), (`all-gather`, 0.1)."""
     limit: str
-    """The limit of most of the seconds: `compute`, `memory bandwidth`, `network`, `latency`, `disk`."""
+    """The limit of most of the seconds: `compute`, `memory bandwidth`, `network`, `latency`, `host` or
+    `disk`."""
 
 
 @dataclass(frozen=True)

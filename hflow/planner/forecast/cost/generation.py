@@ -27,7 +27,7 @@ from hflow.planner.forecast.cost.flops import (
 )
 from hflow.planner.forecast.cost.kernels import attention_rate, elementwise_bytes, pass_seconds, product_rate
 from hflow.planner.forecast.cost.replica_costs import ReplicaCosts, expert_exchange
-from hflow.planner.forecast.cost.roofline import LATENCY, Part, main_limit, roofline
+from hflow.planner.forecast.cost.roofline import HOST, Part, main_limit, roofline
 from hflow.planner.plan.workload import Workload, expected_max, sample_lengths
 from hflow.shapes.model_shape import cached_tokens
 
@@ -69,6 +69,24 @@ def generate(replica: ReplicaCosts, workload: Workload, rollout: RolloutRequest)
 
     The tail is the part in which fewer than half of the maximum number of sequences run.
     """
+    batch = engine_batch(replica, workload, rollout)
+    decoding, tail = _decode("decode", replica, batch.full), _decode("tail", replica, batch.tail)
+    return [*prefill(replica, batch.prompts), *decoding, *tail]
+
+
+@dataclass(frozen=True)
+class EngineBatch:
+    """The busiest engine's part of a batch."""
+
+    prompts: Work
+    full: Sequence[DecodePhase]
+    """Steps with at least half of the maximum number of sequences."""
+    tail: Sequence[DecodePhase]
+    """Steps with fewer."""
+
+
+def engine_batch(replica: ReplicaCosts, workload: Workload, rollout: RolloutRequest) -> EngineBatch:
+    """Return what the busiest engine computes for a batch."""
     engines, slots = rollout.slots(replica)
     groups: float = math.ceil(rollout.groups / engines)
     phases: Sequence[DecodePhase]
@@ -77,11 +95,10 @@ def generate(replica: ReplicaCosts, workload: Workload, rollout: RolloutRequest)
         phases = (_steady_phase(workload, rollout, engines, slots),)
     else:
         phases = _busiest_engine_phases(workload, rollout, int(groups) * rollout.group_size, slots)
-    prompts = _prompts(workload).share(groups)
     most = max((phase.sequences for phase in phases), default=0)
     full = [phase for phase in phases if phase.sequences >= most / 2]
     tail = [phase for phase in phases if phase.sequences < most / 2]
-    return [*prefill(replica, prompts), *_decode("decode", replica, full), *_decode("tail", replica, tail)]
+    return EngineBatch(_prompts(workload).share(groups), full, tail)
 
 
 def seconds_per_token(
@@ -175,7 +192,7 @@ def prefill(replica: ReplicaCosts, prompts: Work) -> list[Part]:
             num * replica.host_seconds,
             is_ahead=replica.launches_ahead,
         ),
-        Part("experts' host", num * replica.expert_seconds, LATENCY),
+        Part("experts' host", num * replica.expert_seconds, HOST),
         (link_time.times(num_reduces) + expert_exchange(replica, prompts.rows / num).times(num)).part(
             "prefill collectives"
         ),
@@ -208,6 +225,23 @@ def decode_step(replica: ReplicaCosts, num_sequences: float, context: float) -> 
     return DecodeStep(replica)(num_sequences, context)
 
 
+class DecodeSeconds(NamedTuple):
+    """Seconds of a decode step by kind. Not all of them add up: the host may work beside the device."""
+
+    products: Part
+    attention: Part
+    others: float
+    """Element-wise kernels."""
+    gaps: float
+    """Between the kernels of a CUDA graph."""
+    launching: float
+    """The host launches kernels that are in no CUDA graph."""
+    scheduling: float
+    """The host schedules, prepares inputs and handles tokens."""
+    experts: float
+    """The device waits for the host in layers with experts."""
+
+
 class DecodeStep:
     """The seconds of `decode_step` for one replica.
 
@@ -233,23 +267,33 @@ class DecodeStep:
         self._expert_seconds = p * replica.expert_seconds
         self._products: dict[float, Part] = {}
 
-    def __call__(self, num_sequences: float, context: float) -> Part:
-        """Return the seconds of a step; the arguments are those of `decode_step`."""
+    def seconds(self, num_sequences: float, context: float) -> DecodeSeconds:
+        """Return the seconds of a step by kind; the arguments are those of `decode_step`."""
         replica, host = self._replica, self._replica.host
         if num_sequences not in self._products:
             self._products[num_sequences] = self._products_of(num_sequences)
-        products = self._products[num_sequences]
         tokens = num_sequences * cached_tokens(replica.shape, context / num_sequences)
-        attention = roofline("attention", self._pair_seconds * tokens, self._cache_seconds * tokens)
+        return DecodeSeconds(
+            self._products[num_sequences],
+            roofline("attention", self._pair_seconds * tokens, self._cache_seconds * tokens),
+            self._other_seconds * num_sequences,
+            self._gaps,
+            self._launching,
+            (host.step_us + host.sequence_us * num_sequences) * 1e-6,
+            self._expert_seconds,
+        )
+
+    def __call__(self, num_sequences: float, context: float) -> Part:
+        """Return the seconds of a step; the arguments are those of `decode_step`."""
+        replica, step = self._replica, self.seconds(num_sequences, context)
+        products, attention, launching, experts = step.products, step.attention, step.launching, step.experts
         largest = products if products.seconds >= attention.seconds else attention
-        device = products.seconds + attention.seconds + self._other_seconds * num_sequences
-        scheduling = (host.step_us + host.sequence_us * num_sequences) * 1e-6
-        experts = self._expert_seconds
-        launched = device + self._gaps
-        seconds = max(launched, self._launching) if replica.launches_ahead else launched + self._launching
-        added, beside = (0.0, scheduling) if replica.schedules_ahead else (scheduling, 0.0)
-        is_waiting = max(self._gaps + experts + added, beside, self._launching) > device
-        limit = LATENCY if is_waiting else largest.limit
+        device = products.seconds + attention.seconds + step.others
+        launched = device + step.gaps
+        seconds = max(launched, launching) if replica.launches_ahead else launched + launching
+        added, beside = (0.0, step.scheduling) if replica.schedules_ahead else (step.scheduling, 0.0)
+        is_waiting = max(step.gaps + experts + added, beside, launching) > device
+        limit = HOST if is_waiting else largest.limit
         return Part("decode", max(seconds + experts + added, beside), limit)
 
     def _products_of(self, num_sequences: float) -> Part:

@@ -9,6 +9,7 @@ and the roofline of each kernel.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from hflow.planner.forecast.cost.flops import (
     Work,
@@ -100,24 +101,28 @@ def elementwise_bytes(replica: ReplicaCosts, rows: float) -> float:
     shape = replica.shape
     copies = 1 + mean_active_experts(shape)
     width = copies * shape.hidden / replica.token_share + mean_mlp_rows(shape) / replica.layout.tensor
+    return _passes(replica) * rows * width * replica.itemsize
+
+
+def _passes(replica: ReplicaCosts) -> float:
+    """Return how often element-wise kernels read or write a layer's activations in a forward pass."""
     passes = replica.host.passes
-    if passes is None:
-        passes = replica.hardware.calibration.memory.passes
-    return passes * rows * width * replica.itemsize
+    return replica.hardware.calibration.memory.passes if passes is None else passes
 
 
 def adapter_bytes(replica: ReplicaCosts, rows: float) -> float:
     """Return the memory traffic of one layer's adapters in a forward pass on one rank.
 
     The first matrix of an adapter reads the input of the adapted one. What the second makes is written, and
-    read with the output that it is added to, which is written again.
+    read with the output that it is added to, which is written again. Nothing where no traffic counts.
     """
     if replica.config.lora is None:
         return 0.0
     specs = layer_template(replica.trained_shape)
     inputs = sum(spec.shape[1] for spec in specs if spec.name.endswith("lora_A.weight"))
     outputs = sum(spec.shape[0] for spec in specs if spec.name.endswith("lora_B.weight"))
-    return rows * (inputs + 4 * outputs) / replica.layout.tensor * replica.itemsize
+    is_counted = min(1.0, _passes(replica))
+    return is_counted * rows * (inputs + 4 * outputs) / replica.layout.tensor * replica.itemsize
 
 
 def fp8_bytes(replica: ReplicaCosts, rows: float, num: int, layer_passes: int) -> float:
@@ -143,10 +148,31 @@ def fp8_bytes(replica: ReplicaCosts, rows: float, num: int, layer_passes: int) -
     return FP8_TRAFFIC * (rows * values + forwards * num * layer_parameters(shape, experts) / layout.tensor)
 
 
+class PassSeconds(NamedTuple):
+    """Seconds of the kernels of passes, by kind."""
+
+    products: float
+    """Of the layers."""
+    head: float
+    """Products of the output matrix."""
+    attention: float
+    others: float
+    """Norms, activation functions and other element-wise kernels, which are bound by memory."""
+    tower: float
+    """All kernels of the tower of a model that sees."""
+
+
 def pass_seconds(
     replica: ReplicaCosts, work: Work, num: int, layer_passes: int, product_passes: int, head_passes: int
 ) -> float:
-    """Return the seconds of all kernels of the heaviest stage.
+    """Return the seconds of all kernels of the heaviest stage; the arguments are those of `kernel_seconds`."""
+    return sum(kernel_seconds(replica, work, num, layer_passes, product_passes, head_passes))
+
+
+def kernel_seconds(
+    replica: ReplicaCosts, work: Work, num: int, layer_passes: int, product_passes: int, head_passes: int
+) -> PassSeconds:
+    """Return the seconds of the kernels of the heaviest stage.
 
     Adapters count by their FLOPs, in each pass of a layer.
 
@@ -172,13 +198,14 @@ def pass_seconds(
     first, last = stage_layers(shape.num_layers, layout.pipe)[0]
     of_layer = layer_passes * (elementwise_bytes(replica, work.rows) + adapter_bytes(replica, work.rows))
     others = (last - first) * (of_layer + fp8_bytes(replica, work.rows, num, layer_passes))
-    kernels = (
-        products / product_rate(replica, work.rows / num)
-        + head / product_rate(replica.unquantized, work.rows / num)
-        + others / replica.rates.stream
-        + tower
+    factor = replica.trainer.factor
+    return PassSeconds(
+        factor * products / product_rate(replica, work.rows / num),
+        factor * head / product_rate(replica.unquantized, work.rows / num),
+        attention / attention_rate(replica),
+        factor * others / replica.rates.stream,
+        factor * tower,
     )
-    return replica.trainer.factor * kernels + attention / attention_rate(replica)
 
 
 def _adapter_weights(replica: ReplicaCosts) -> float:
@@ -207,10 +234,7 @@ def tower_seconds(replica: ReplicaCosts, work: Work, num: int) -> float:
     products: tuple[Product, ...] = ((rows, d, 3 * d), (rows, d, d), *mlp)
     of_block = 2 * rows * tower.block_matrices
     taken = sum(replica.matmul.seconds(*product, replica.peak_flops) for product in products)
-    passes = replica.host.passes
-    if passes is None:
-        passes = replica.hardware.calibration.memory.passes
-    others = passes * tower.num_layers * work.patches * (d + f) * replica.itemsize
+    others = _passes(replica) * tower.num_layers * work.patches * (d + f) * replica.itemsize
     return (
         tower_products(tower, work) * taken / of_block
         + tower_attention(tower, work) / attention_rate(replica)

@@ -14,7 +14,7 @@ from hflow.planner.forecast.cost.collectives import RankPlacement
 from hflow.planner.forecast.cost.flops import Work, work_of
 from hflow.planner.forecast.cost.generation import RolloutRequest, generate, seconds_per_token
 from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
-from hflow.planner.forecast.cost.roofline import COMPUTE, LATENCY, Part
+from hflow.planner.forecast.cost.roofline import COMPUTE, HOST, Part
 from hflow.planner.forecast.cost.training import forward, train, update
 from hflow.planner.forecast.cost.transfers import (
     keep_weights,
@@ -107,7 +107,7 @@ class Costs:
         """Return the time of a batch besides that of its engines."""
         hidden = seconds if self._is_beside else 0.0
         samples = len(self._lengths) * self._sample_seconds
-        return [Part(EPISODES, max(0.0, samples - hidden), LATENCY), *self._source_body()]
+        return [Part(EPISODES, max(0.0, samples - hidden), HOST), *self._source_body()]
 
     @property
     def _sample_seconds(self) -> float:
@@ -155,7 +155,7 @@ class Costs:
     @property
     def _messages(self) -> Part:
         """The time between controller and workers of a batch node, or of a weight update."""
-        return Part("messages", self._hardware.calibration.node_us * 1e-6, LATENCY)
+        return Part("messages", self._hardware.calibration.node_us * 1e-6, HOST)
 
     def weights(self, route: WeightRoute) -> Parts:
         """Return the time in which an engine loads new weights."""

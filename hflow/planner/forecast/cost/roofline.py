@@ -13,7 +13,8 @@ from hflow.planner.plan.forecast import NodeTime
 from hflow.planner.plan.hardware import Hardware
 
 COMPUTE, MEMORY, NETWORK, LATENCY = "compute", "memory bandwidth", "network", "latency"
-"""What can limit a part."""
+HOST = "host"
+"""What can limit a part: units, memory and links of devices, the latency of links, and hosts."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def roofline(
         is_ahead: whether the host launches ahead of the device. A CPU is both, so that its times add up.
     """
     longest, device = max(compute, memory, host), max(compute, memory)
-    limit = COMPUTE if longest == compute else MEMORY if longest == memory else LATENCY
+    limit = COMPUTE if longest == compute else MEMORY if longest == memory else HOST
     if sharpness is not None:
         device = (compute**sharpness + memory**sharpness) ** (1 / sharpness)
     return Part(name, max(device, host) if is_ahead else device + host, limit)

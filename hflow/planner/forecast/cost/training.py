@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from hflow.base.devices import is_gpu
 from hflow.planner.forecast.cost.collectives import send
 from hflow.planner.forecast.cost.flops import Work, stage_parameters
-from hflow.planner.forecast.cost.kernels import pass_seconds
+from hflow.planner.forecast.cost.kernels import PassSeconds, kernel_seconds, pass_seconds
 from hflow.planner.forecast.cost.rank_collectives import (
     Collectives,
     Passes,
@@ -35,7 +35,7 @@ from hflow.planner.forecast.cost.rank_collectives import (
     total_time,
 )
 from hflow.planner.forecast.cost.replica_costs import ReplicaCosts, expert_exchange
-from hflow.planner.forecast.cost.roofline import COMPUTE, LATENCY, MEMORY, Part, roofline
+from hflow.planner.forecast.cost.roofline import COMPUTE, HOST, MEMORY, Part, roofline
 from hflow.planner.forecast.cost.transfers import offload
 from hflow.planner.forecast.memory.activations import CHUNK_BYTES
 from hflow.planner.forecast.memory.rank import divides_matrices, layer_matrices
@@ -67,10 +67,7 @@ def train(replica: ReplicaCosts, work: Work, num_updates: int) -> list[Part]:
         work: one rank's part of one minibatch.
         num_updates: minibatches times epochs.
     """
-    num_passes = 3 if replica.config.activation_checkpointing else 2
-    head_passes = 4 if _recomputes_logits(replica, work) else 3
-    if replica.config.lora is not None:  # the output matrix has no gradient
-        head_passes -= 1
+    num_passes, head_passes = train_passes(replica, work)
     passes = _layer_passes("forward and backward", replica, work, num_passes, head_passes)
     one_microbatch = passes[0].seconds / num_microbatches(replica, work)
     once = [
@@ -129,6 +126,32 @@ def num_microbatches(replica: ReplicaCosts, work: Work) -> int:
     return max(1, math.ceil(tokens / replica.config.tokens_per_microbatch))
 
 
+def _passes_by_kind(replica: ReplicaCosts, num_passes: int) -> tuple[int, int]:
+    """Return the cost of passes in forward passes: of the layers, and of the matrices that are not trained."""
+    layer_passes = num_passes + (num_passes > 1)
+    return layer_passes, layer_passes if replica.config.lora is None else num_passes
+
+
+def train_passes(replica: ReplicaCosts, work: Work) -> tuple[int, int]:
+    """Return the passes of a micro-batch through a layer in training, and the cost of the output matrix.
+
+    Args:
+        replica: the replica.
+        work: one rank's part of one minibatch.
+    """
+    head_passes = 4 if _recomputes_logits(replica, work) else 3
+    if replica.config.lora is not None:  # the output matrix has no gradient
+        head_passes -= 1
+    return 3 if replica.config.activation_checkpointing else 2, head_passes
+
+
+def compute_seconds(replica: ReplicaCosts, work: Work, *, trains: bool) -> PassSeconds:
+    """Return the seconds of the kernels of `forward`, or of the passes of one minibatch of `train`."""
+    num_passes, head_passes = train_passes(replica, work) if trains else (1, 1)
+    num = num_microbatches(replica, work)
+    return kernel_seconds(replica, work, num, *_passes_by_kind(replica, num_passes), head_passes)
+
+
 def _layer_passes(
     name: str, replica: ReplicaCosts, work: Work, num_passes: int, head_passes: int
 ) -> list[Part]:
@@ -143,12 +166,11 @@ def _layer_passes(
             trained, the matrices beside them as much as one.
         head_passes: cost of the output matrix in forward passes.
     """
-    num, layer_passes = num_microbatches(replica, work), num_passes + (num_passes > 1)
-    product_passes = layer_passes if replica.config.lora is None else num_passes
+    num, passes_by_kind = num_microbatches(replica, work), _passes_by_kind(replica, num_passes)
     compute = roofline(
         name,
-        pass_seconds(replica, work, num, layer_passes, product_passes, head_passes),
-        num * product_passes * _stage_bytes(replica) / replica.rates.memory,
+        pass_seconds(replica, work, num, *passes_by_kind, head_passes),
+        num * passes_by_kind[1] * _stage_bytes(replica) / replica.rates.memory,
         num * num_passes * replica.host_seconds,
         is_ahead=replica.launches_ahead,
     )
@@ -160,8 +182,8 @@ def _layer_passes(
         tokens = total_time(expert_collectives(replica, work, passes), replica)
     else:
         tokens = expert_exchange(replica, work.rows / num).times(num * num_passes)
-    waiting = Part("experts' host", num * num_passes * replica.expert_seconds, LATENCY)
-    of_trainer = Part("host", num * num_passes * replica.trainer_seconds, LATENCY)
+    waiting = Part("experts' host", num * num_passes * replica.expert_seconds, HOST)
+    of_trainer = Part("host", num * num_passes * replica.trainer_seconds, HOST)
     exchanged = keys.seconds + tokens.seconds + waiting.seconds + of_trainer.seconds
     busy = compute.seconds + all_reduces.seconds + stage_transfers.seconds + exchanged
     return [
@@ -224,7 +246,7 @@ def _fsdp_collectives(replica: ReplicaCosts, passes: Passes, compute: float) -> 
     return [
         *parts,
         Part("copies of shards", copied / replica.rates.stream, MEMORY),
-        Part("ranks", waiting, LATENCY),
+        Part("ranks", waiting, HOST),
     ]
 
 

@@ -9,7 +9,7 @@ from hflow.base.devices import is_gpu
 from hflow.planner.forecast.cost.collectives import LinkTime, RankPlacement, all_gather, send
 from hflow.planner.forecast.cost.flops import layer_parameters, stage_parameters
 from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
-from hflow.planner.forecast.cost.roofline import LATENCY, MEMORY, Part
+from hflow.planner.forecast.cost.roofline import HOST, MEMORY, Part
 from hflow.planner.forecast.memory.transfer import num_writers, saved_state_bytes
 from hflow.planner.plan.channels import channel_traits
 from hflow.planner.plan.forecast import EdgeTraffic
@@ -72,7 +72,7 @@ def load_weights(
         return _checksums(replica.trained_weights * replica.itemsize, replica)
     merged = _merge(replica) if merges else _quantize(replica)
     num = replica.num_trained_tensors if num_tensors is None else num_tensors
-    tensors = Part("tensors", num * replica.hardware.calibration.transfers.tensor_us * 1e-6, LATENCY)
+    tensors = Part("tensors", num * replica.hardware.calibration.transfers.tensor_us * 1e-6, HOST)
     if route.how == "gather":
         return [*_gather(route, replica, ranks), tensors, *merged]
     needed = (route.moved_bytes + route.held_bytes) / replica.layout.world
