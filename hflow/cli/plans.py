@@ -14,6 +14,7 @@ from hflow.base.errors import ConfigError, PlanError
 from hflow.base.terminal import print_data, print_json, print_text, show
 from hflow.cli.arguments import DIFFERENT, OptionalRecipe, Overrides, Recipe, split_recipe, write_html
 from hflow.report.text.diff import render_diff
+from hflow.report.text.explanation import render_explanation
 from hflow.report.text.figures import render_sizes, render_what_if, size_table
 from hflow.report.text.plan import render_plan
 from hflow.report.text.plan.graph import plan_dot, plan_mermaid, render_graph
@@ -27,6 +28,10 @@ DIFF = (
     "Compare plan A with plan B, and print what resuming a checkpoint of A under B would change. Each is a "
     "plan file, a run's directory, or a recipe, to which the KEY=VALUEs apply. The exit code is 1 if they "
     "differ."
+)
+EXPLAIN = (
+    "Print what the seconds of a node consist of, such as actor_gen, or of an engine's new weights, such as "
+    "actor@gen: device, host and network, and the calibration's figures that decide them."
 )
 WHAT_IF = (
     "Plan again with each of these changes, and print seconds, memory and cost beside the base. Several "
@@ -74,6 +79,9 @@ def plan(
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write a page for a browser to FILE.")
     ] = None,
+    explain: Annotated[
+        str | None, typer.Option("--explain", metavar="NODE", help=EXPLAIN, show_default=False)
+    ] = None,
     diff: Annotated[
         tuple[str, str] | None, typer.Option("--diff", metavar="A B", help=DIFF, show_default=False)
     ] = None,
@@ -85,6 +93,11 @@ def plan(
     """Plan a recipe on a cluster: devices, order, data transfers, memory and time. Needs no device."""
     recipe, changes = split_recipe(recipe, overrides or [])
     chosen = _at_most_one({"--json": json, "--dot": dot, "--mermaid": mermaid})
+    if explain is not None:
+        if recipe is None or chosen or html is not None or diff is not None or what_if:
+            raise ConfigError("--explain prints the parts of one node of a recipe; remove other options")
+        show(render_explanation(launch.explain(launch.compile_recipe(recipe, changes), explain)))
+        return
     if diff is not None and what_if:
         raise ConfigError("--diff and --what-if exclude each other; use one of them")
     if diff is not None:

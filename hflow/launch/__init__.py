@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # the names of `_NAMES`, for type checkers
         compile_plan_file,
         compile_recipe,
         compose_recipe,
+        explain,
         plan,
         plan_file_text,
         simulate,
@@ -57,8 +58,8 @@ _NAMES = {
     "hflow.launch.checkpoints.serve": "ServedEndpoint serve",
     "hflow.launch.node_catalog": "CatalogNode ready_node ready_nodes recipe_nodes",
     "hflow.launch.planning.compile": (
-        "Compiled check compare_plans compile_plan_file compile_recipe compose_recipe plan plan_file_text "
-        "simulate"
+        "Compiled check compare_plans compile_plan_file compile_recipe compose_recipe explain plan "
+        "plan_file_text simulate"
     ),
     "hflow.launch.planning.plan_file": "compose_plan_file",
     "hflow.launch.planning.size": "Sizes Target size",

@@ -27,6 +27,8 @@ from hflow.observer import Observer
 from hflow.planner.checks.settings import check_unused_keys
 from hflow.planner.compile import compile_plan
 from hflow.planner.diff import PlanDiff, and_more, diff_plans
+from hflow.planner.forecast.cost import Explanation
+from hflow.planner.forecast.cost import explain as explain_node
 from hflow.planner.make.placement_setting import parse_items
 from hflow.planner.make.replicas import GEN_SUFFIX, replica_roles
 from hflow.planner.plan.forecast import Candidate
@@ -284,6 +286,16 @@ def _search(searches: PastSearches, graph: Graph, request: PlanRequest) -> Searc
         if PLACEMENT in request.free:
             raise
         return None
+
+
+def explain(compiled: Compiled, node: str) -> Explanation:
+    """Unfold the seconds of a node of a compiled recipe.
+
+    Raises:
+        PlanError: for an unknown node, or a model whose sizes the planner does not know.
+    """
+    request = plan_request(compiled.config, compiled.graph, compiled.recipe, cache(learn_from_run))
+    return explain_node(compiled.plan, request, node)
 
 
 def plan_file_text(compiled: Compiled) -> str:

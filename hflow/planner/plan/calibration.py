@@ -246,13 +246,21 @@ class Calibration:
         Args:
             kernel: its name, with or without its version.
         """
+        name = self.measured_kernel(kernel)
+        return self.attention if name is None else self.attention_of[name]
+
+    def measured_kernel(self, kernel: str) -> str | None:
+        """Return the name of an attention kernel in `attention_of`; None if it is not there."""
         names = [name for name in self.attention_of if kernel.startswith(name)]
-        return self.attention_of[max(names, key=len)] if names else self.attention
+        return max(names, key=len, default=None)
 
     def host_times(self, name: str) -> HostTimes:
         """Return the host's times of a backend or engine; one of another package has those of the default."""
-        default = (ENGINES if is_engine(name) else BACKENDS).default
-        return self.host.get(name, self.host[default])
+        return self.host[self.host_name(name)]
+
+    def host_name(self, name: str) -> str:
+        """Return the backend or engine that `host_times` are those of."""
+        return name if name in self.host else (ENGINES if is_engine(name) else BACKENDS).default
 
 
 def changed_figures(

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from hflow.planner.forecast.cost.explain import Explanation, Term, explain_node
 from hflow.planner.forecast.cost.nodes import Costs, Parts
 from hflow.planner.forecast.cost.roofline import node_time
 from hflow.planner.plan.forecast import EdgeTraffic, NodeTime, Pace
-from hflow.planner.plan.request import PlanRequest
+from hflow.planner.plan.request import PlanRequest, stream_workloads
 from hflow.planner.plan.rows import PUBLISH_PREFIX, Plan
 from hflow.planner.plan.workload import Workload
 
-__all__ = ["generation_pace", "node_times"]
+__all__ = ["Explanation", "Term", "explain", "generation_pace", "node_times"]
 
 
 def node_times(
@@ -46,6 +47,21 @@ def generation_pace(
 ) -> Pace | None:
     """Estimate how fast the engines of the trained stream generate. Arguments as for `node_times`."""
     return _make_costs(plan, request, workload, traffic).pace()
+
+
+def explain(plan: Plan, request: PlanRequest, name: str) -> Explanation:
+    """Unfold the seconds of a node of the trained stream, or of an engine's new weights.
+
+    Args:
+        plan: a plan with its forecast.
+        request: the request that the plan was compiled from.
+        name: the node, the engine (`actor@gen`), or `publish.actor@gen`.
+
+    Raises:
+        PlanError: for an unknown name, or a model whose sizes the planner does not know.
+    """
+    workload = dict(stream_workloads(plan, request))
+    return explain_node(plan, _make_costs(plan, request, workload, plan.forecast.traffic), name)
 
 
 def _make_costs(

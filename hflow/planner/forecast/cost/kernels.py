@@ -165,7 +165,7 @@ class PassSeconds(NamedTuple):
 def pass_seconds(
     replica: ReplicaCosts, work: Work, num: int, layer_passes: int, product_passes: int, head_passes: int
 ) -> float:
-    """Return the seconds of all kernels of the heaviest stage; the arguments are those of `kernel_seconds`."""
+    """Return the seconds of all kernels of the heaviest stage, with the arguments of `kernel_seconds`."""
     return sum(kernel_seconds(replica, work, num, layer_passes, product_passes, head_passes))
 
 

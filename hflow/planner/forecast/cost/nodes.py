@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from hflow.config.schema import ModelConfig
 from hflow.graph.ir import Level, NodeSpec
@@ -27,6 +28,7 @@ from hflow.planner.forecast.cost.transfers import (
 from hflow.planner.forecast.memory.offload import Use, moved_bytes
 from hflow.planner.forecast.memory.rank import Rank
 from hflow.planner.models.choices import attention_choice
+from hflow.planner.plan.calibration import Calibration
 from hflow.planner.plan.forecast import EdgeTraffic, Pace
 from hflow.planner.plan.hardware import Link
 from hflow.planner.plan.request import PlanRequest
@@ -38,6 +40,17 @@ Parts = list[Part] | None
 """None where the planner does not know the sizes of a model that it needs."""
 EPISODES = "episodes"
 """The part of a source in which the controller handles samples and no engine computes."""
+
+
+class Operands(NamedTuple):
+    """What an infer or train node passes through a model."""
+
+    replica: ReplicaCosts
+    work: Work
+    """One rank's samples; of a train node those of one minibatch."""
+    num_updates: int
+    """Minibatches times epochs; 1 for inference."""
+    trains: bool
 
 
 class Costs:
@@ -53,7 +66,7 @@ class Costs:
         self._plan = plan
         self._request = request
         self._hardware = request.hardware
-        self._workload = workload
+        self.workload = workload
         self._stream = plan.schedule.streams[0]
         self._edges = {edge.consumer: edge for edge in traffic}
         self._cuts = dict(plan.cuts)
@@ -61,7 +74,7 @@ class Costs:
         num = request.batch * self._stream.group_size
         self._lengths = sample_lengths(workload, num, request.seed)
         self._replicas: dict[str, ReplicaCosts | None] = {}
-        self._rollout = RolloutRequest(
+        self.rollout = RolloutRequest(
             groups=request.batch,
             group_size=self._stream.group_size,
             max_concurrent=request.schedule.max_concurrent,
@@ -76,7 +89,7 @@ class Costs:
             name: the replica's name. The dtype of its model stays.
             config: a configuration with as many running sequences as the cache of an engine holds.
         """
-        replica, other = self._replica(name), copy(self)
+        replica, other = self.replica(name), copy(self)
         other._replicas = {name: replica and replica.with_config(config)}
         return other
 
@@ -91,13 +104,13 @@ class Costs:
 
     def generation(self) -> Parts:
         """Return the time of the engines for one whole batch."""
-        replicas = self._engines()
+        replicas = self.engines()
         if replicas is None:
             return None
         parts: list[Part] = []
         for name, replica in replicas.items():
             mark = f"{name} " if len(replicas) > 1 else ""
-            of_engine = generate(replica, self._workload, self._rollout)
+            of_engine = generate(replica, self.workload, self.rollout)
             if share := self._share_of_kept_weights(name):
                 of_engine += [part.times(share) for part in keep_weights(replica)]
             parts += [part._replace(name=mark + part.name) for part in of_engine]
@@ -126,7 +139,7 @@ class Costs:
 
     def pace(self) -> Pace | None:
         """Return the source's seconds per token. The engines of an episode take turns."""
-        replicas, rollout = self._engines(), self._rollout
+        replicas, rollout = self.engines(), self.rollout
         if not replicas:
             return None
         slots = min(math.prod(rollout.slots(replica)) for replica in replicas.values())
@@ -136,8 +149,8 @@ class Costs:
 
     def _token_seconds(self, replicas: Iterable[ReplicaCosts], num: int) -> float:
         """Return the seconds in which each of some running responses gets one token."""
-        generating = sum(seconds_per_token(r, self._workload, self._rollout, num) for r in replicas)
-        episodes = num * self._sample_seconds / expected_max(self._workload, 1)
+        generating = sum(seconds_per_token(r, self.workload, self.rollout, num) for r in replicas)
+        episodes = num * self._sample_seconds / expected_max(self.workload, 1)
         return max(generating, episodes) if self._is_beside else generating + episodes
 
     def node(self, node: ScheduledNode) -> Parts:
@@ -146,11 +159,16 @@ class Costs:
         moving = [] if edge is None else [redistribute(edge, self._longest_link, self._hardware)]
         if node.level is not Level.BATCH:
             moving = [part._replace(seconds=part.seconds / self._num_firings(node)) for part in moving]
-        body = self._body(node, edge)
+        body = self._body(node)
         if body is None:
             return None
         messages = [self._messages] if node.level is Level.BATCH else []
         return [*messages, *moving, *body, *self.offloading(node)]
+
+    @property
+    def calibration(self) -> Calibration:
+        """The rates that programs reach on the plan's devices."""
+        return self._hardware.calibration
 
     @property
     def _messages(self) -> Part:
@@ -159,7 +177,7 @@ class Costs:
 
     def weights(self, route: WeightRoute) -> Parts:
         """Return the time in which an engine loads new weights."""
-        replica = self._replica(route.dst)
+        replica = self.replica(route.dst)
         if replica is None:
             return None
         senders, workers = self._plan.replica(route.src).workers, self._plan.replica(route.dst).workers
@@ -173,7 +191,7 @@ class Costs:
 
     def publish_weights(self, route: WeightRoute) -> Parts:
         """Return the time in which the trainer publishes new weights of an engine."""
-        source, engine = self._replica(route.src), self._replica(route.dst)
+        source, engine = self.replica(route.src), self.replica(route.dst)
         if source is None or engine is None:
             return None
         return [*publish_weights(route, source, engine), *self._moving_state(route.src, "weights")]
@@ -191,7 +209,7 @@ class Costs:
     def _moving_state(self, name: str, use: Use, changes: bool = False) -> list[Part]:
         """Return the time in which a replica's state comes from host memory; if it changes, also back."""
         placed = next((replica for replica in self._plan.replicas if replica.name == name), None)
-        replica = None if placed is None else self._replica(name)
+        replica = None if placed is None else self.replica(name)
         if placed is None or replica is None:
             return []
         if placed.base_of:  # it uses the weights of its trainer
@@ -214,7 +232,7 @@ class Costs:
 
     def wake_with_kept_weights(self, engine: str) -> Parts:
         """Return the time in which an engine that kept a copy of its weights takes them back."""
-        replica = self._replica(engine)
+        replica = self.replica(engine)
         return None if replica is None else keep_weights(replica)
 
     def _share_of_kept_weights(self, name: str) -> float:
@@ -224,39 +242,55 @@ class Costs:
         config = self._request.model(replica.model)
         return share_of_kept_weights(self._plan.schedule, replica, config, is_shared=is_shared)
 
-    def _engines(self) -> dict[str, ReplicaCosts] | None:
+    def engines(self) -> dict[str, ReplicaCosts] | None:
         """Return the replicas that generate by name; None if the sizes of one are unknown."""
-        replicas = {name: self._replica(name) for name in self._stream.replicas}
+        replicas = {name: self.replica(name) for name in self._stream.replicas}
         known = {name: replica for name, replica in replicas.items() if replica is not None}
         return known if len(known) == len(replicas) else None
 
-    def _body(self, node: ScheduledNode, edge: EdgeTraffic | None) -> Parts:
+    def _body(self, node: ScheduledNode) -> Parts:
         placement = self._plan.placement(node.name)
         spec = None if node.name.startswith(SAVE_PREFIX) else self._plan.graph.node(node.name).spec
         if spec is not None and spec.cost:
             return [self._stated_cost(spec, node.level)]
         if spec is not None and spec.verb not in ("infer", "train", "update"):
             return []
-        replica = self._replica(placement.replicas[0])
+        replica = self.replica(placement.replicas[0])
         if replica is None:
             return None
         if spec is None:
             return save_checkpoint(replica)
         if spec.verb == "update":
             return update(replica)
-        work = self._work(replica)
-        if node.level is not Level.BATCH:
-            return forward(replica, work.share(1 / self._num_firings(node) / replica.layout.num_copies))
-        heaviest = (1.0 if edge is None else edge.imbalance) / replica.layout.num_copies
-        if spec.verb == "infer":
-            return forward(replica, work.share(heaviest))
-        cut = self._cuts[node.name]
-        minibatch, num_updates = work.share(heaviest / cut.minibatches), cut.minibatches * cut.epochs
+        operands = self.operands(node)
+        assert operands is not None, f"{node.name} passes samples through a model of known sizes"
+        _, work, num_updates, trains = operands
+        if not trains:
+            return forward(replica, work)
         balance = replica.config.balance
         counts_first = balance is not None and balance.over == "batch"
-        passes = forward(replica, minibatch)
+        passes = forward(replica, work)
         first = [*(passes if spec.has_first_pass else []), *(passes if counts_first else [])]
-        return [*(part.times(num_updates) for part in first), *train(replica, minibatch, num_updates)]
+        return [*(part.times(num_updates) for part in first), *train(replica, work, num_updates)]
+
+    def operands(self, node: ScheduledNode) -> Operands | None:
+        """Return what a node passes through a model, or None if it does not, or its sizes are unknown."""
+        spec = None if node.name.startswith(SAVE_PREFIX) else self._plan.graph.node(node.name).spec
+        if spec is None or spec.cost or spec.verb not in ("infer", "train"):
+            return None
+        replica, edge = self.replica(self._plan.placement(node.name).replicas[0]), self._edges.get(node.name)
+        if replica is None:
+            return None
+        work = self._work(replica)
+        if node.level is not Level.BATCH:
+            share = 1 / self._num_firings(node) / replica.layout.num_copies
+            return Operands(replica, work.share(share), 1, trains=False)
+        heaviest = (1.0 if edge is None else edge.imbalance) / replica.layout.num_copies
+        if spec.verb == "infer":
+            return Operands(replica, work.share(heaviest), 1, trains=False)
+        cut = self._cuts[node.name]
+        minibatch = work.share(heaviest / cut.minibatches)
+        return Operands(replica, minibatch, cut.minibatches * cut.epochs, trains=True)
 
     def _num_firings(self, node: ScheduledNode) -> int:
         """Return the executions of a node of samples or groups in a step, one for each of them."""
@@ -278,10 +312,10 @@ class Costs:
         """Return the work of the whole batch on a replica's backend."""
         budget = replica.config.tokens_per_microbatch if replica.traits.shares_prompts else None
         return _batch_work(
-            self._workload, len(self._lengths), self._stream.group_size, self._request.seed, budget
+            self.workload, len(self._lengths), self._stream.group_size, self._request.seed, budget
         )
 
-    def _replica(self, name: str) -> ReplicaCosts | None:
+    def replica(self, name: str) -> ReplicaCosts | None:
         """Return the costs of a replica; None if the sizes of its model are unknown."""
         if name not in self._replicas:
             replica = self._plan.replica(name)

@@ -70,6 +70,8 @@ class ReplicaCosts:
     """Whether data ranks gather weights in `low_dtype`."""
     attention_kernel: str = ""
     """Its attention kernel, with or without its version; empty: that of the engine or program itself."""
+    host_name: str = ""
+    """The backend or engine of `host` in the calibration."""
     trainer: TrainerTimes = field(default_factory=TrainerTimes)
     """What its passes take besides those of programs that pre-train; an engine's take nothing."""
     has_grouped_product: bool = True
@@ -113,6 +115,7 @@ class ReplicaCosts:
             low_dtype=config.gen.quantization if replica.role == "gen" else config.fp8 and "fp8",
             has_low_layers_only=True,
             attention_kernel=attention_kernel,
+            host_name=hardware.calibration.host_name(replica.backend),
             trainer=TrainerTimes() if replica.role == "gen" else hardware.calibration.trainer,
             has_grouped_product=(hardware.device.capability or GROUPED_PRODUCT) >= GROUPED_PRODUCT,
         )

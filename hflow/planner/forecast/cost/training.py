@@ -127,7 +127,7 @@ def num_microbatches(replica: ReplicaCosts, work: Work) -> int:
 
 
 def _passes_by_kind(replica: ReplicaCosts, num_passes: int) -> tuple[int, int]:
-    """Return the cost of passes in forward passes: of the layers, and of the matrices that are not trained."""
+    """Return the cost of passes in forward passes: of layers, and of matrices that may be frozen."""
     layer_passes = num_passes + (num_passes > 1)
     return layer_passes, layer_passes if replica.config.lora is None else num_passes
 
