@@ -11,6 +11,7 @@ from hflow.config.schema import LoraConfig
 from hflow.launch.planning.request import cluster_hardware
 from hflow.planner.forecast.cost.collectives import RankPlacement
 from hflow.planner.forecast.cost.explain import PARTS
+from hflow.planner.forecast.cost.generation import decode_collectives, decode_step
 from hflow.planner.forecast.cost.kernels import adapter_bytes, attention_rate, pass_seconds
 from hflow.planner.forecast.cost.training import forward, train
 from hflow.planner.forecast.cost.transfers import load_weights
@@ -102,6 +103,23 @@ def test_experts_are_computed_one_by_one_before_compute_capability_9():
     assert waiting((8, 0)) == pytest.approx(4 * 8 * 5e-6)
     assert waiting((8, 0), "d4e4") == pytest.approx(4 * 2 * 5e-6)
     assert waiting((9, 0)) == waiting((10, 0)) == waiting(None) == 0
+
+
+def test_ranks_that_divide_experts_wait_for_the_one_with_most_tokens():
+    waits = calibrated(expert_wait=1.5)
+
+    def decoding(layout: str, hardware: Hardware, **changes) -> float:
+        one = replace(side(MIXED, layout, backend="vllm", hardware=hardware), **changes)
+        return decode_step(one, 8, 800).seconds + decode_collectives(one, 8).seconds
+
+    assert decoding("d4e4", waits) == pytest.approx(1.5 * decoding("d4e4", TOY))
+    assert decoding("d4", waits) == decoding("d4", TOY)
+    assert decoding("d4e4", waits, is_uneven=False) == decoding("d4e4", TOY)
+    kernels = [
+        pass_seconds(side(MIXED, "d4e4", backend="megatron", hardware=one), work(64.0), 1, 1, 1, 1)
+        for one in (waits, TOY)
+    ]
+    assert kernels[0] == pytest.approx(1.5 * kernels[1])
 
 
 # ----------------------------------------------------------------------------------- trainers

@@ -76,9 +76,6 @@ class PeerFigures:
     """The host of engines in trainers of 2025: vLLM before it scheduled ahead, and processes around it."""
     attention: Mapping[str, float] = field(default_factory=dict)
     """Device -> fraction of the data sheet that LLM Foundry's own attention kernels reach."""
-    waiting: float = 1.0
-    """Seconds of TensorRT-LLM's steps with experts over those of their kernels: ranks have sequences of their
-    own, and all wait for the one with most tokens for its experts."""
     learning: Mapping[tuple[str, str], float] = field(default_factory=dict)
     """Device and kind of model -> seconds of NeMo RL's forward and training passes over those of their
     kernels: it pads packed sequences, computes logits in fp32, and swaps the reference model in."""
@@ -104,7 +101,6 @@ AS_SHIPPED = PeerFigures()
 OF_PEERS = PeerFigures(
     host=HostTimes(gap_us=27, step_us=2500, sequence_us=20, expert_us=12, expert_launch_us=12, passes=0.75),
     attention={"h100": 0.158, "a100-40g": 0.283, "a100-80g": 0.283},
-    waiting=1.8,
     learning={
         ("h100", "dense"): 1.43,
         ("h100", "experts"): 1.75,

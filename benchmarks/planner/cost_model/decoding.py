@@ -56,7 +56,7 @@ def tensorrt_llm(figures: PeerFigures) -> Iterator[Comparison]:
         spent = seconds(prefill(one, whole_sequences(prompt, requests)))
         for phase in continuous_batching([response] * requests, prompt, slots):
             spent += phase.num_steps * decode_seconds(one, phase.sequences, phase.context / phase.sequences)
-        predicted = layout.data * requests * response / spent / (1 if is_dense else figures.waiting)
+        predicted = layout.data * requests * response / spent
         measured = float(row["tokens_per_second"])
         name = f"{row['model']} {num}x{row['device']} {prompt}/{response}"
         topic = "decode" if is_dense else "MoE decode"

@@ -86,10 +86,11 @@ def grpo_step(row: Row, figures: PeerFigures) -> float:
         Layout(training // (t * c * p), t, p, c, min(e, training // (t * p))),
         "megatron",
         is_overlapping=True,
-        is_trainer=(row["device"], kind) not in figures.learning,
+        is_trainer=(is_trainer := (row["device"], kind) not in figures.learning),
         tokens_per_microbatch=longest,
         activation_checkpointing=row["recompute"] == "true",
     )
+    trainer = replace(trainer, is_uneven=is_trainer)
     num = int(row["minibatches"])
     work = work_of([int(row["length"])] * groups * size, PROMPT, size).share(1 / trainer.layout.num_copies)
     passes = 2 * seconds(forward(trainer, work)) + seconds(train(trainer, work.share(1 / num), num))

@@ -90,6 +90,7 @@ def _megatron(source: str, file: str) -> Iterator[Comparison]:
         # (`_enable_hybridep_full_iteration_mxfp8` and its like in perf_recipes).
         is_captured = row["release"] >= "26.06" and row["device"] != "h100" if "release" in row else False
         one = replace(one, virtual_stages=int(row["virtual"]), counts_tokens=not is_captured)
+        one = replace(one, is_uneven=False)
         sequences = int(row["batch"]) / d
         work = whole_sequences(int(row["sequence"]), sequences).share(1 / c)
         measured = work.tokens / (t * p) / float(row["tokens_per_second_per_gpu"])
@@ -163,6 +164,7 @@ def automodel(figures: PeerFigures) -> Iterator[Comparison]:
         )
         # DeepEP counts on the GPU.
         one = replace(one, virtual_stages=int(row["virtual"]), counts_tokens=False)
+        one = replace(one, is_uneven=False)
         work = whole_sequences(sequence, int(row["batch"]) / d).share(1 / c)
         topic = "training" if one.shape.experts is None else "MoE training"
         name = f"{row['model']} {gpus}xh100 t{t}p{p}c{c}e{e} {row['lora'] and 'lora'}".rstrip()

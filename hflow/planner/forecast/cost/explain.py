@@ -200,15 +200,16 @@ def _training_facts(
 def _kernels(replica: ReplicaCosts, seconds: Sequence[float], launching: float, num: int) -> Iterator[Term]:
     """Yield the kernels of passes, and the time in which the host launches them."""
     calibration = replica.hardware.calibration
+    of_trainer = ("trainer.factor", "expert_wait") if replica.expert_wait > 1 else ("trainer.factor",)
     kernel = calibration.measured_kernel(replica.attention_kernel)
     attention = "attention" if kernel is None else f"attention_of.{kernel}"
-    matmul = "matmul.{dtype}.share", "matmul.{dtype}.half_size", "matmul.{dtype}.kernel_us", "trainer.factor"
+    matmul = "matmul.{dtype}.share", "matmul.{dtype}.half_size", "matmul.{dtype}.kernel_us", *of_trainer
     passes = "memory.passes" if replica.host.passes is None else "host.{host}.passes"
     names = {
         "products of layers": matmul,
         "products of the output matrix": matmul,
         "attention": (attention,),
-        "other kernels": ("memory.stream", passes, "trainer.factor"),
+        "other kernels": ("memory.stream", passes, *of_trainer),
         "tower": matmul,
     }
     for (name, figures), one in zip(names.items(), seconds, strict=True):

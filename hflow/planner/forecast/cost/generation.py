@@ -294,7 +294,7 @@ class DecodeStep:
         added, beside = (0.0, step.scheduling) if replica.schedules_ahead else (step.scheduling, 0.0)
         is_waiting = max(step.gaps + experts + added, beside, launching) > device
         limit = HOST if is_waiting else largest.limit
-        return Part("decode", max(seconds + experts + added, beside), limit)
+        return Part("decode", max(replica.expert_wait * (seconds + experts) + added, beside), limit)
 
     def _products_of(self, num_sequences: float) -> Part:
         """Return the seconds of a step's products of matrices."""
@@ -315,7 +315,8 @@ def decode_collectives(replica: ReplicaCosts, num_sequences: float) -> LinkTime:
         link_time += all_reduce(message, replica.tensor, replica.hardware).times(2 * replica.shape.num_layers)
     if p > 1:
         link_time += send(message / t, replica.stage_link, replica.hardware).times(p)
-    return link_time + expert_exchange(replica, num_sequences / p).times(p)
+    link_time += expert_exchange(replica, num_sequences / p).times(p)
+    return link_time.times(replica.expert_wait)
 
 
 def _weight_bytes(replica: ReplicaCosts, num_tokens: float) -> float:

@@ -198,7 +198,7 @@ def kernel_seconds(
     first, last = stage_layers(shape.num_layers, layout.pipe)[0]
     of_layer = layer_passes * (elementwise_bytes(replica, work.rows) + adapter_bytes(replica, work.rows))
     others = (last - first) * (of_layer + fp8_bytes(replica, work.rows, num, layer_passes))
-    factor = replica.trainer.factor
+    factor = replica.trainer.factor * replica.expert_wait
     return PassSeconds(
         factor * products / product_rate(replica, work.rows / num),
         factor * head / product_rate(replica.unquantized, work.rows / num),

@@ -76,6 +76,8 @@ class ReplicaCosts:
     """What its passes take besides those of programs that pre-train; an engine's take nothing."""
     has_grouped_product: bool = True
     """Whether a kernel computes all experts of a layer at once."""
+    is_uneven: bool = True
+    """Whether tokens choose their experts; benchmarks of pre-training divide them evenly."""
     counts_tokens: bool = True
     """Whether the host counts the tokens that are sent to the ranks of their experts, where they are several;
     in a CUDA graph it does not."""
@@ -253,6 +255,11 @@ class ReplicaCosts:
     def host_seconds(self) -> float:
         """Seconds that the host needs to launch one pass through the layers of a stage."""
         return self.host.layer_us * 1e-6 * self.shape.num_layers / self.layout.pipe
+
+    @property
+    def expert_wait(self) -> float:
+        """Seconds of kernels over those with evenly divided tokens (`Calibration.expert_wait`)."""
+        return self.hardware.calibration.expert_wait if self.layout.expert > 1 and self.is_uneven else 1.0
 
     @property
     def trainer_seconds(self) -> float:
