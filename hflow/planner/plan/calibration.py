@@ -205,7 +205,7 @@ class Calibration:
     """Between machines, where every device sends to many others at once, as tokens are sent to experts: all
     ports are in use. None: as `inter`."""
     expert_wait: Annotated[StrictFloat, Field(ge=1)] = 1.0
-    """Where ranks divide experts, seconds of an engine's steps and of a trainer's kernels other than attention
+    """Where ranks divide experts, seconds of an engine's steps and of a trainer's kernels but attention
     over those of evenly divided tokens: tokens choose experts, and all ranks wait for the one with most."""
     trainer: TrainerTimes = Field(default_factory=TrainerTimes)
     """What a trainer of reinforcement learning takes besides. Nothing where steps of hflow were measured."""
