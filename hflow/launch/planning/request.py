@@ -180,7 +180,7 @@ def device_calibration(device: Device, recipe: str | Path, file: str | None = No
 
 
 def _published_errors(device: str) -> dict[str, PublishedError]:
-    """Return how far plans of shipped figures are from published runs on devices of the same family."""
+    """Return the errors of plans with shipped figures against published runs on devices of a family."""
     families = json.loads((shipped_directory("configs") / "hardware" / "accuracy.json").read_text())
     family = next((one for one in families.values() if device in one["devices"]), None)
     return {} if family is None else {kind: PublishedError(**row) for kind, row in family["kinds"].items()}

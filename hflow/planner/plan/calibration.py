@@ -169,7 +169,7 @@ class PublishedError:
     ratio: Positive
     """Median of predicted / measured."""
     right_signs: Annotated[StrictInt, Field(ge=0)] | None = None
-    """Of gains, how many are predicted on the side of 1 that they were measured on."""
+    """Number of gains that are predicted on the side of 1 that they were measured on; None: no gains."""
 
 
 @dataclass(frozen=True, config=CHECKED)
@@ -247,7 +247,7 @@ class Calibration:
         """Return the fraction of dense bf16 FLOP/s that an attention kernel reaches.
 
         Args:
-            kernel: its name, with or without its version.
+            kernel: the kernel's name, with or without its version.
         """
         name = self.measured_kernel(kernel)
         return self.attention if name is None else self.attention_of[name]

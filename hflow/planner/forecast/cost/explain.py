@@ -78,7 +78,7 @@ class Figure:
     """A figure of the calibration."""
 
     name: str
-    """Its place in the file, such as `host.vllm.step_us`."""
+    """The place in the file, such as `host.vllm.step_us`."""
     value: float
 
 

@@ -86,7 +86,7 @@ class EngineBatch:
 
 
 def engine_batch(replica: ReplicaCosts, workload: Workload, rollout: RolloutRequest) -> EngineBatch:
-    """Return what the busiest engine computes for a batch."""
+    """Return the busiest engine's part of a batch."""
     engines, slots = rollout.slots(replica)
     groups: float = math.ceil(rollout.groups / engines)
     phases: Sequence[DecodePhase]

@@ -105,7 +105,7 @@ def elementwise_bytes(replica: ReplicaCosts, rows: float) -> float:
 
 
 def _passes(replica: ReplicaCosts) -> float:
-    """Return how often element-wise kernels read or write a layer's activations in a forward pass."""
+    """Return the reads and writes of a layer's activations by element-wise kernels in a forward pass."""
     passes = replica.host.passes
     return replica.hardware.calibration.memory.passes if passes is None else passes
 
@@ -152,7 +152,7 @@ class PassSeconds(NamedTuple):
     """Seconds of the kernels of passes, by kind."""
 
     products: float
-    """Of the layers."""
+    """Products of the layers' matrices."""
     head: float
     """Products of the output matrix."""
     attention: float

@@ -274,7 +274,7 @@ class Costs:
         return [*(part.times(num_updates) for part in first), *train(replica, work, num_updates)]
 
     def operands(self, node: ScheduledNode) -> Operands | None:
-        """Return what a node passes through a model, or None if it does not, or its sizes are unknown."""
+        """Return the samples of an infer or train node and its model; None if its sizes are unknown."""
         spec = None if node.name.startswith(SAVE_PREFIX) else self._plan.graph.node(node.name).spec
         if spec is None or spec.cost or spec.verb not in ("infer", "train"):
             return None

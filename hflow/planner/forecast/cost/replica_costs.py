@@ -69,7 +69,7 @@ class ReplicaCosts:
     gathers_low: bool = False
     """Whether data ranks gather weights in `low_dtype`."""
     attention_kernel: str = ""
-    """Its attention kernel, with or without its version; empty: that of the engine or program itself."""
+    """The attention kernel, with or without its version; empty: the engine or program has its own."""
     host_name: str = ""
     """The backend or engine of `host` in the calibration."""
     trainer: TrainerTimes = field(default_factory=TrainerTimes)

@@ -84,7 +84,7 @@ def calibration_text(calibration: Calibration) -> str:
 
 
 def accuracy_text(calibration: Calibration, device: str) -> str:
-    """Return how far plans with shipped figures are from published runs, by kind of figure."""
+    """Return the errors of plans with shipped figures against published runs, by kind of figure."""
     if not calibration.published:
         return f"no published run on {device} was compared"
     kinds = "; ".join(
