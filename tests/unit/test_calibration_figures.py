@@ -154,15 +154,15 @@ def test_figures_of_another_kernel_or_version_are_named():
         NO_LOSS,
         is_measured=True,
         attention_of={"flash-attn": 0.4},
-        versions={"torch": "2.11.0", "megatron-core": "0.16.0"},
+        versions={"torch": "2.11.0", "transformers": "5.1"},
     )
-    same = {"torch": "2.11.0", "megatron-core": "0.16.0", "transformers": "5.0"}
+    same = {"torch": "2.11.0", "transformers": "5.1", "numpy": "2.0"}
     assert not list(changed_figures(measured, same, ["flash-attn"]))
     (kernel,) = changed_figures(measured, same, ["torch varlen", "torch varlen"])
     assert "attention was measured with flash-attn" in kernel
     assert "torch varlen" in kernel
-    (package,) = changed_figures(measured, {**same, "megatron-core": "0.17.0"}, ["flash-attn"])
-    assert all(word in package for word in ("host.megatron", "0.16.0", "0.17.0", "hflow profile"))
+    (package,) = changed_figures(measured, {**same, "transformers": "5.2"}, ["flash-attn"])
+    assert all(word in package for word in ("times of the host", "5.1", "5.2", "hflow profile"))
     assert not list(changed_figures(measured, {}, ["flash-attn"])), "nothing is installed here"
     shipped = replace(measured, is_measured=False, versions={})
     assert not list(changed_figures(shipped, same, ["torch sdpa"]))

@@ -22,8 +22,7 @@ DTYPES = ("fp32", "bf16")
 
 MEASURED_WITH = {
     "torch": "matmul, attention and memory",
-    "transformers": "host.torch",
-    "megatron-core": "host.megatron",
+    "transformers": "the times of the host",
 }
 """Packages that decide figures of `hflow profile` -> these figures."""
 
