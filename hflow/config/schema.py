@@ -73,8 +73,8 @@ class OptimConfig:
     """An optimizer and its learning-rate schedule. Steps are optimizer steps, not those of the run."""
 
     name: str = "adamw"
-    """The optimizer: `adamw`, `adamw_bf16`, `adamw_cpu`, `muon`, `sgd`, or one that another installed package
-    adds."""
+    """The optimizer: `adamw`, `adamw_8bit`, `adamw_bf16`, `adamw_cpu`, `muon`, `sgd`, or one that another
+    installed package adds."""
     lr: StrictFloat = Field(default=1e-6, ge=0)
     """Learning rate after the warm-up."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)

@@ -25,7 +25,14 @@ LOSSES = {
 """Value of `loss_type` -> hflow's node, in words."""
 _PPO_LOSSES = ("grpo", "dapo", "bnpo", "dr_grpo")
 """Values of `loss_type` that differ in the reduction only."""
-_OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd"}
+_OPTIMIZERS = {
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    "adamw_torch_8bit": "adamw_8bit",
+    "adamw_8bit": "adamw_8bit",
+    "adamw_bnb_8bit": "adamw_8bit",
+    "sgd": "sgd",
+}
 _SCHEDULES = {
     "linear": "linear",
     "cosine": "cosine",
@@ -237,7 +244,7 @@ TABLES: dict[str, Sequence[Row]] = {
         same("adam_beta2", "models.actor.optim.betas"),
         same("adam_epsilon", "models.actor.optim.eps"),
         same("max_grad_norm", "models.actor.optim.clip_grad"),
-        same("optim", "models.actor.optim.name", "AdamW and `sgd`"),
+        same("optim", "models.actor.optim.name", "AdamW, also in 8 bits, and `sgd`"),
         same("lr_scheduler_type", "models.actor.optim.schedule", "`constant` is the default here"),
         same(
             "warmup_steps", "models.actor.optim.warmup_steps", "TRL begins at 0, hflow at `lr / warmup_steps`"
@@ -722,10 +729,10 @@ def _optimizer_settings(given: Given, draft: RecipeDraft, total: int | None) -> 
     optimizer = _OPTIMIZERS[
         given.choice("optim", _OPTIMIZERS, "AdamW is written; see models.NAME.optim.name")
     ]
-    if optimizer == "adamw":
+    if optimizer != "sgd":
         draft.set(f"{ours}.eps", given.number("adam_epsilon"))
         draft.set(f"{ours}.betas", [given.number("adam_beta1"), given.number("adam_beta2")])
-    else:
+    if optimizer != "adamw":
         draft.set(f"{ours}.name", optimizer)
     note = "linear is written; see models.NAME.optim.schedule"
     kind = given.choice("lr_scheduler_type", _SCHEDULES, note)

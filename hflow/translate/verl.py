@@ -103,7 +103,11 @@ def _optimizer(part: str, model: str) -> list[Row]:
     """Return the rows of the optimizer of `actor_rollout_ref.actor` or `critic`."""
     ours, key = f"models.{model}.optim", f"{part}.optim"
     return [
-        same(f"{key}.optimizer", f"{ours}.name", "AdamW and SGD; see [optimizers](../optimizers.md)"),
+        same(
+            f"{key}.optimizer",
+            f"{ours}.name",
+            "AdamW, also in 8 bits, and SGD; see [optimizers](../optimizers.md)",
+        ),
         same(f"{key}.lr", f"{ours}.lr"),
         same(f"{key}.weight_decay", f"{ours}.weight_decay", "vectors have none here"),
         same(f"{key}.betas", f"{ours}.betas"),
@@ -1114,14 +1118,17 @@ def _actor_settings(given: Given, draft: RecipeDraft) -> None:
         given.leave(f"{ACTOR}.ulysses_sequence_parallel_size", note)
 
 
+_OPTIMIZERS = {"AdamW": "adamw", "AdamW8bit": "adamw_8bit", "SGD": "sgd"}
+
+
 def _optimizer_settings(given: Given, draft: RecipeDraft, key: str, ours: str, updates: int) -> None:
     note = "AdamW is written; see models.NAME.optim.name"
-    is_sgd = given.choice(f"{key}.optimizer", ("AdamW", "SGD"), note) == "SGD"
-    for name in ("lr", "weight_decay", "clip_grad"):
-        draft.set(f"{ours}.{name}", given.number(f"{key}.{name}"))
-    if is_sgd:
-        draft.set(f"{ours}.name", "sgd")
-    else:
+    name = _OPTIMIZERS[given.choice(f"{key}.optimizer", _OPTIMIZERS, note)]
+    for setting in ("lr", "weight_decay", "clip_grad"):
+        draft.set(f"{ours}.{setting}", given.number(f"{key}.{setting}"))
+    if name != "adamw":
+        draft.set(f"{ours}.name", name)
+    if name != "sgd":
         draft.set(f"{ours}.betas", list(given.value(f"{key}.betas")))
     note = "constant is written; see models.NAME.optim.schedule"
     schedule = given.choice(f"{key}.lr_scheduler_type", ("constant", "cosine"), note)

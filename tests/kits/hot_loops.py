@@ -87,6 +87,7 @@ HOT: Mapping[str, Collection[str] | None] = {
     "training/fsdp/optimizer.py": EVERYTHING,
     "training/gradient_norm.py": EVERYTHING,
     "training/optimizers/adamw/optimizer.py": EVERYTHING,
+    "training/optimizers/adamw_8bit/optimizer.py": EVERYTHING,
     "training/optimizers/adamw_bf16/optimizer.py": EVERYTHING,
     "training/optimizers/adamw_cpu/optimizer.py": EVERYTHING,
     "training/optimizers/base.py": EVERYTHING,

@@ -464,6 +464,13 @@ def test_optimizers_have_their_names() -> None:
         key = f"models.{model}.optim"
         assert (settings[f"{key}.name"], settings[f"{key}.lr"]) == ("sgd", 0.1)
         assert f"{key}.betas" not in settings
+    for peer, values, model in (
+        (TRL, {**TRL_BASE, "optim": "adamw_bnb_8bit", "adam_beta2": 0.95}, "actor"),
+        (VERL, {"critic.optim.optimizer": "AdamW8bit", "critic.optim.betas": [0.9, 0.95]}, "critic"),
+    ):
+        settings = translated(peer, values)[0].settings
+        key = f"models.{model}.optim"
+        assert (settings[f"{key}.name"], settings[f"{key}.betas"]) == ("adamw_8bit", [0.9, 0.95])
 
 
 def test_masks_of_trl_that_another_loss_does_not_have_are_left() -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import chain
 
 from hflow.base.errors import PlanError
+from hflow.planner.plan.optimizers import OPTIMIZERS, states_of
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import Replica
 from hflow.planner.plan.traits import BackendTraits, traits
@@ -47,6 +48,7 @@ def check_layouts(replicas: Iterable[Replica], request: PlanRequest) -> None:
             _check(replica, shape, traits(replica.backend))
             _check_experts(replica, shape)
             _check_adapters(replica, request)
+            _check_quantized_states(replica, shape, request)
 
 
 def _with_data(layout: Layout, replica: Replica) -> str:
@@ -67,6 +69,20 @@ def _check_adapters(replica: Replica, request: PlanRequest) -> None:
                 f"models.{replica.model}.lora.targets, so it has nothing to train; set fewer stages, or more "
                 "targets"
             )
+
+
+def _check_quantized_states(replica: Replica, shape: ModelShape, request: PlanRequest) -> None:
+    """Refuse copies of key-value heads whose states share blocks with different heads, and would differ."""
+    layout, optim = replica.layout, request.model(replica.model).optim
+    has_copies = layout.tensor > shape.num_kv_heads and not traits(replica.backend).shards_weights
+    is_quantized = any(state.num_bytes < state.saved_bytes for state in states_of(optim, True))
+    if replica.role == "train" and has_copies and is_quantized:
+        fitting = math.gcd(layout.tensor, shape.num_kv_heads)
+        raise PlanError(
+            f"{replica.name}: layout {layout} has copies of {shape.num_kv_heads} key-value heads, which "
+            f"{optim.name} would quantise differently on each rank; {fitting} tensor ranks fit, or set "
+            f"models.{replica.model}.optim.name={OPTIMIZERS.default}"
+        )
 
 
 def _check_experts(replica: Replica, shape: ModelShape) -> None:

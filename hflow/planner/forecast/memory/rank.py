@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from hflow.config.schema import ModelConfig
-from hflow.planner.plan.optimizers import is_layer_matrix, optimizer_traits, states_of
+from hflow.planner.plan.optimizers import CHUNK, is_layer_matrix, optimizer_traits, states_of
 from hflow.planner.plan.request import trained_shape
 from hflow.planner.plan.rows import Replica
 from hflow.planner.plan.traits import BackendTraits, traits
@@ -125,10 +125,25 @@ class Rank:
         optimizer = optimizer_traits(self.config.optim.name)
         if optimizer.needs_whole_matrix:
             return self._matrix_buffers()
-        largest = max(spec.numel for spec in tensors(self.trained_shape)) if optimizer.buffer_bytes else 0
-        layout = self.replica.layout
-        num_parts = layout.fsdp_size if self.traits.shards_weights else layout.num_copies * layout.tensor
-        return optimizer.buffer_bytes * -(-largest // num_parts)
+        return optimizer.buffer_bytes * min(CHUNK, self.largest_converted)
+
+    @cached_property
+    def largest_converted(self) -> int:
+        """Entries of the largest part of a weight that a rank updates and whose states are not fp32.
+
+        Megatron leaves a weight that is small whole on one data rank, and has two matrices in some.
+        """
+        layout, most = self.replica.layout, 0
+        for spec in tensors(self.trained_shape):
+            is_matrix = _is_layer_matrix(spec)
+            if any(state.num_bytes < FP32_BYTES for state in states_of(self.config.optim, is_matrix)):
+                if self.traits.shards_weights:
+                    part = -(-spec.numel // layout.fsdp_size)
+                else:
+                    num_parts = layout.tensor * (layout.expert if spec.num_experts > 1 else 1)
+                    part = (1 + is_matrix) * -(-spec.numel // num_parts)
+                most = max(most, part)
+        return most
 
     def _matrix_buffers(self) -> int:
         """Return the bytes beside the gradients while updates of whole matrices are computed.
