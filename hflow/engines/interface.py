@@ -64,6 +64,8 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     """0 means all tokens."""
+    min_p: float = 0.0
+    """0 means all tokens. It is applied before the others, as vLLM does."""
     max_tokens: int = 128
     """Maximum tokens to draw."""
     stop_ids: tuple[int, ...] = ()
@@ -85,15 +87,14 @@ class GenerationResult:
     ids: tuple[int, ...]
     """Drawn tokens, without the prompt."""
     logprobs: tuple[float, ...]
-    """Log-prob of each token under the temperature, over the whole vocabulary. With top-p or top-k, vLLM
-    reports that of the tokens they leave, so a plan allows these only where no log-prob is used."""
+    """Log-prob of each token under the temperature, over the tokens that top-p, top-k and min-p leave."""
     versions: tuple[int, ...]
     """Version of the weights that drew each token."""
     stop_reason: str
     """`stop`, `length`, or `abort` for an interrupted request."""
     recorded: Recorded = field(default_factory=dict, hash=False)
     """What was recorded of the sequence, the prompt included, by kind (`RecordedKind`). The last drawn token
-    has no entry, as it was not computed."""
+    has no entry of what is recorded when a token is computed, which it was not."""
 
 
 class DrawnTokens(NamedTuple):

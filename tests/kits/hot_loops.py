@@ -39,6 +39,7 @@ HOT: Mapping[str, Collection[str] | None] = {
     "models/host_offload.py": ("to_host", "to_device", "take", "_return", "release", "copy", "limit_leaving"),
     "training/loop/infer.py": EVERYTHING,
     "training/loop/inputs.py": EVERYTHING,
+    "training/loop/kept_sets.py": EVERYTHING,
     "training/optimizers/learning_rate.py": EVERYTHING,
     "vision/embedding.py": EVERYTHING,
     "training/loop/loss.py": EVERYTHING,

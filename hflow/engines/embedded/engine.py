@@ -42,6 +42,7 @@ from hflow.models.hf_config import family_of
 from hflow.models.settings import ModelSettings
 from hflow.types.engine import SleepLevel
 from hflow.types.image import PlacedImage
+from hflow.types.kept_tokens import KEPT_TOKENS
 from hflow.types.tensor_slices import whole_box
 from hflow.weights.incoming import IncomingWeights
 from hflow.weights.loading import HeldBoxes, LoadedWeights, load_verified
@@ -176,7 +177,7 @@ class EmbeddedEngine(GenerationEngine):
             self._max_length,
             self._vocab_size,
             self._decode,
-            self._recorder.kinds,
+            (*self._recorder.kinds, KEPT_TOKENS),
             images,
         )
         self._waiting.append(request)
@@ -351,9 +352,9 @@ class EmbeddedEngine(GenerationEngine):
             params = [request.params for request in self._running]
             self._rows = SamplingRows.of(params, logits.shape[1], self._device)
         drawn = draw(logits, self._rows, self._lengths(), self._forced_tokens())
-        tokens, logprobs = drawn.tolist()  # host: drawn tokens are copied together
-        for request, token, logprob in zip(self._running, tokens, logprobs, strict=True):
-            request.append(int(token), logprob, self.version)
+        tokens, logprobs = drawn.values.tolist()  # host: drawn tokens are copied together
+        for request, token, logprob, kept in zip(self._running, tokens, logprobs, drawn.kept, strict=True):
+            request.append(int(token), logprob, self.version, kept)
 
     def _forced_tokens(self) -> Tensor | None:
         """Return tokens `[S]` to use in place of drawn ones; None to draw. A replay overrides it."""

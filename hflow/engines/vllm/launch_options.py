@@ -17,6 +17,7 @@ from hflow.engines.vllm.checks import SCHEDULES_AHEAD_ON, adapter_buffers
 from hflow.engines.vllm.memory import UNPLANNED_FRACTION, cache_without_plan, graph_sizes, step_tokens
 from hflow.models.hf_config import read_config
 from hflow.shapes.architectures import read_shape
+from hflow.types.kept_tokens import KEPT_TOKENS
 from hflow.types.routed_experts import ROUTED_EXPERTS
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -86,6 +87,8 @@ def engine_arguments(setup: EngineSetup, directory: str, max_length: int) -> dic
         "distributed_executor_backend": "mp" if setup.tensor > 1 else "uni",
         "enforce_eager": on_cpu,
         "logprobs_mode": "processed_logprobs",
+        # Its own limit is 20. The stepper asks for those that sampling leaves.
+        **({"max_logprobs": -1} if KEPT_TOKENS in setup.records else {}),
         "disable_log_stats": True,
         "worker_extension_cls": _RANK_EXTENSION,
         **({} if on_cpu else _cuda_options(max_running)),

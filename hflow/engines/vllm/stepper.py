@@ -35,6 +35,7 @@ from hflow.engines.vllm.adapters import REQUEST
 from hflow.engines.vllm.compile_turn import compile_turn
 from hflow.engines.vllm.expert_rows import ExpertRows
 from hflow.engines.vllm.images import ImageInputs
+from hflow.engines.vllm.kept_rows import kept_entry, num_candidates
 from hflow.models.drawn_weights import drawn_weights
 from hflow.models.dtypes import DTYPES
 from hflow.models.expert_tensors import stacked_views
@@ -43,6 +44,7 @@ from hflow.models.seeds import request_seed
 from hflow.models.settings import ModelSettings
 from hflow.types.engine import SleepLevel
 from hflow.types.image import ProcessedImage
+from hflow.types.kept_tokens import KEPT_TOKENS
 from hflow.types.routed_experts import ROUTED_EXPERTS, routing_format
 from hflow.weights.incoming import IncomingWeights
 from hflow.weights.loading import LoadedWeights
@@ -99,6 +101,7 @@ class VllmStepper(Stepper):
             self._engine.collective_rpc("hflow_add_adapters", args=(self._lora.r,))
         self._expert_rows = self._read_expert_rows() if ROUTED_EXPERTS in settings.records else None
         self._inputs = ImageInputs(settings.settings)
+        self._vocab_size = int(config.model_config.get_vocab_size())
         self._version = 0
         self._has_weights = settings.reads_checkpoint
         """Whether the weights are those of a version: those of a checkpoint, or what was loaded, until they
@@ -122,7 +125,7 @@ class VllmStepper(Stepper):
             core_request = self._engine.input_processor.process_inputs(
                 name,
                 self._inputs.of(request),
-                _sampling_params(request),
+                _sampling_params(request, self._vocab_size),
                 self._tasks,
                 lora_request=None if self._lora is None else REQUEST,
             )
@@ -260,7 +263,9 @@ class VllmStepper(Stepper):
                 continue
             if output.new_token_ids:
                 (token,) = output.new_token_ids
-                request.append(token, output.new_logprobs.logprobs.item(0), version)
+                logprobs = output.new_logprobs
+                kept = kept_entry(logprobs, self._vocab_size) if KEPT_TOKENS in request.params.record else b""
+                request.append(token, logprobs.logprobs.item(0), version, kept)
                 if ROUTED_EXPERTS in request.params.record:
                     self._record_experts(request, output.routed_experts)
             if output.finish_reason is None and not request.params.stop:
@@ -328,17 +333,18 @@ def _has_adapter_buffers(settings: ProcessSettings) -> bool:
     return "enable_lora" in settings.arguments
 
 
-def _sampling_params(request: GenerationRequest) -> VllmSamplingParams:
+def _sampling_params(request: GenerationRequest, vocab_size: int) -> VllmSamplingParams:
     params = request.params
     return VllmSamplingParams(
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,
+        min_p=params.min_p,
         seed=request_seed(params.seed, request.num_prompt) if params.temperature else None,
         max_tokens=request.max_length - request.num_prompt,
         stop_token_ids=list(request.stop_ids),
         ignore_eos=True,
-        logprobs=0,
+        logprobs=num_candidates(params.top_k, vocab_size) if KEPT_TOKENS in params.record else 0,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,

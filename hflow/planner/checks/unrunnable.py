@@ -23,8 +23,9 @@ from hflow.planner.weights.weight_routes import transport_reasons
 from hflow.shapes.architectures import EXPERT_FAMILIES, FAMILIES, UNSUPPORTED
 from hflow.shapes.layout import Layout
 from hflow.shapes.model_shape import ModelShape
+from hflow.types.kept_tokens import KEPT_TOKENS, SAMPLING_REPLAY, truncates
 from hflow.types.kernels import head_size_problem
-from hflow.types.recorded import requested_kinds
+from hflow.types.recorded import RecordedKind, requested_kinds
 
 FitsFunction = Callable[[Mapping[str, Any]], bool]
 """Returns whether a plan with other settings fits into memory."""
@@ -258,21 +259,29 @@ def _engine_reasons(node: Node, plan: Plan) -> Iterator[str]:
 
 
 def _truncation_reasons(node: Node, plan: Plan) -> Iterator[str]:
-    """Yield a reason where sampled log-probs are used, but are not those of the whole distribution."""
-    top_p, top_k = node.spec.option("top_p", 1.0), node.spec.option("top_k", 0)
-    stream = root_stream(plan.graph, node)
-    if not stream.trained or (top_p >= 1 and not top_k):
+    """Yield a reason where log-probs over a part of the vocabulary are compared with those over all of it."""
+    options, stream = dict(node.spec.options), root_stream(plan.graph, node)
+    if not stream.trained or not truncates(options):
         return
     for reader in plan.graph.nodes:
         fields = {read.field for read in reader.reads}
-        if "behav_logprobs" in fields and root_stream(plan.graph, reader) == stream:
+        computes = reader.spec.verb in ("train", "infer") or not options.get(SAMPLING_REPLAY)
+        is_compared = "behav_logprobs" in fields and KEPT_TOKENS not in fields and computes
+        if is_compared and root_stream(plan.graph, reader) == stream:
             name = node.spec.name
             yield (
-                f"{name} ({node.spec.where}) samples with top_p={top_p:g} and top_k={top_k}. Its log-probs "
-                f"are those of the truncated distribution, which {reader.name} cannot compare with those of "
-                f"the model. Set nodes.{name}.top_p=1.0 nodes.{name}.top_k=0."
+                f"{name} ({node.spec.where}) samples from a part of the vocabulary. Its log-probs are over "
+                f"that part, and {reader.name} would compare them with log-probs over all of it. Set "
+                f"nodes.{name}.top_p=1.0 nodes.{name}.top_k=0 nodes.{name}.min_p=0.0"
+                f"{_or_replay(node, reader)}."
             )
             return
+
+
+def _or_replay(node: Node, reader: Node) -> str:
+    """Return the other fix: to compute log-probs over the same part, where the samples are those drawn."""
+    can = len(node.spec.models) == 1 and reader.stream in node.spec.streams
+    return f", or nodes.{node.name}.{SAMPLING_REPLAY}=true" if can else ""
 
 
 def _recorded_reasons(node: Node, plan: Plan) -> Iterator[str]:
@@ -285,12 +294,22 @@ def _recorded_reasons(node: Node, plan: Plan) -> Iterator[str]:
                 f"{key} is set, but the planner does not know the {what} of {model}. Set models.{model}.path "
                 f"or models.{model}.architecture, or remove {key}."
             )
-        elif kind.row_format(shape) is None:
+        elif kind.row_format(shape, dict(node.spec.options)) is None:
             yield f"{key} is set, but {model} has no {what} (family {shape.family}). Remove {key}."
         engines = dict.fromkeys(r.backend for r in plan.replicas if r.role == "gen" and r.model == model)
         for engine in engines:
             if kind.name not in traits(engine).records:
                 yield f"{key} is set, but the engine {engine} does not record {what}. Remove {key}."
+            elif _needs_top_k(kind, engine) and not node.spec.option("top_k", 0):
+                yield (
+                    f"{node.name} ({node.spec.where}) samples without top_k, but the engine {engine} records "
+                    f"at most top_k of the tokens that sampling leaves. Set nodes.{node.name}.top_k too, such "
+                    f"as 100, or models.{model}.gen.engine=embedded."
+                )
+
+
+def _needs_top_k(kind: RecordedKind, engine: str) -> bool:
+    return kind.name == KEPT_TOKENS and traits(engine).records_up_to_top_k
 
 
 def _routing_replay_reasons(node: Node, plan: Plan, request: PlanRequest) -> Iterator[str]:

@@ -90,6 +90,8 @@ class BackendTraits:
     """The values of `gen.quantization` with which an engine quantises weights while it loads them."""
     records: tuple[str, ...] = ()
     """The kinds that an engine records of the requests that ask for them (`types/recorded.py`)."""
+    records_up_to_top_k: bool = False
+    """Whether it needs `top_k` to record which tokens sampling leaves (`types/kept_tokens.py`)."""
 
     @property
     def shards_weights(self) -> bool:

@@ -79,7 +79,8 @@ class PackedModel(nn.Module):
         if self.head_kind == "lm":
             rows = hidden.index_select(0, packed.computed_rows(packed.targets - 1))
             assert isinstance(self.head, nn.Linear)
-            logits = MatrixLogits(rows, OutputMatrix(self.head.weight, self.head.bias), temperature)
+            matrix = OutputMatrix(self.head.weight, self.head.bias)
+            logits = MatrixLogits(rows, matrix, temperature, packed.kept)
             return consume(LmOutput(logits, packed, get_requested()))
         config: Any = self.backbone.config
         padding_id = getattr(config.get_text_config(), "pad_token_id", None)

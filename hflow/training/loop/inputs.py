@@ -27,7 +27,9 @@ from hflow.models.expert_replay import ReplayedExperts, replayed_experts
 from hflow.models.hf_config import max_length
 from hflow.models.packed_attention import PackedLayout, SharedRows
 from hflow.training.interface import NodeCall
+from hflow.training.loop.kept_sets import KeptSets
 from hflow.types import Sequences, Unit
+from hflow.types.kept_tokens import KEPT_TOKENS
 from hflow.types.routed_experts import ROUTED_EXPERTS
 from hflow.types.trajectory import TRAJECTORY
 from hflow.vision.batches import SEEN, SequencesWithImages
@@ -120,6 +122,8 @@ class PackedBatch(PackedTokens):
     """Which entries of each unit count: bool `[T]`, `[S]`, `[P]`."""
     num_valid: dict[Unit, int]
     """Number of entries of each unit that count."""
+    kept: KeptSets | None
+    """The tokens that the learned ones were drawn from; None: all."""
 
 
 def body_sequences(call: NodeCall, packed: PackedBatch) -> Sequences:
@@ -244,12 +248,13 @@ def pack_batch(
 ) -> PackedBatch:
     """Move a prepared batch to the device, as `pack_tokens` does, with what the body needs."""
     seqs = sequences_of(batch, device)
+    targets = np.flatnonzero(batch.columns["loss_mask"].values)
     learned = to_tensor(batch.columns[LEARNED].values, device)
     return PackedBatch(
         **vars(pack_tokens(batch, device, dtype, replays, vision)),
         batch=batch,
         seqs=seqs,
-        targets=to_tensor(np.flatnonzero(batch.columns["loss_mask"].values), device),
+        targets=to_tensor(targets, device),
         last_tokens=to_tensor(batch.offsets[1:] - 1, device),
         valid={
             Unit.TOKEN: seqs.loss_mask,
@@ -257,6 +262,7 @@ def pack_batch(
             Unit.GROUP: seqs.group_sum(learned.long()) > 0,
         },
         num_valid={**count_valid(batch), Unit.SEQUENCE: int(np.sum(batch.columns[LEARNED].values))},
+        kept=KeptSets.of_batch(batch, targets, device) if KEPT_TOKENS in batch.columns else None,
     )
 
 

@@ -10,6 +10,9 @@ these rows by factors that are known only after the forward pass. The gradient o
 afterwards, but not that of the matrix, which is a sum over rows and needs the logits again. So gradients
 computed in the forward pass would save no product.
 
+Logits of tokens outside the set that a token was drawn from (`KeptSets`) become those of padding. So all
+results are those of the distribution over the set, and no gradient reaches the others.
+
 Axes: N rows, C rows of a chunk, K requested tokens of a row, V' logits of a row on this rank, D hidden.
 """
 
@@ -26,12 +29,15 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn.functional import linear
 
+from hflow.training.loop.kept_sets import KeptSets
+
 CHUNK_BYTES = 1 << 29
 """Bytes of the logits of a chunk."""
 LOGITS_PER_TILE = 1 << 22
 """Logits of a tile."""
 PADDING_LOGIT = -1e30
-"""Logit of a padding entry of the vocabulary. Its probability is 0, and 0 times the logit is 0, not NaN."""
+"""Logit of a padding entry of the vocabulary, or of a token that sampling left out. Its probability is 0, and
+0 times the logit is 0, not NaN."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,8 @@ class MatrixLogits:
     matrix: OutputMatrix
     temperature: float
     """Logits are divided by it."""
+    kept: KeptSets | None = None
+    """The tokens that each row's distribution is over; None: all."""
 
     def measure(self, names: Sequence[str], ids: Tensor) -> Sequence[Tensor]:
         """Compute some of `logprobs` and `entropy`, in one pass."""
@@ -93,7 +101,7 @@ class MatrixLogits:
         """Return log-probs `[N, K]` of tokens or of the `k` likeliest ones, the entropy, and the tokens."""
         matrix = self.matrix
         results: tuple[Tensor, Tensor, Tensor] = _Logprobs.apply(  # type: ignore[no-untyped-call]
-            self.rows, matrix.weight, matrix.bias, ids, k, matrix, self.temperature, with_entropy
+            self.rows, matrix.weight, matrix.bias, ids, k, matrix, self.temperature, with_entropy, self.kept
         )
         return results
 
@@ -112,6 +120,7 @@ class _Logprobs(torch.autograd.Function):
         matrix: OutputMatrix,
         temperature: float,
         with_entropy: bool,
+        sets: KeptSets | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return log-probs `[N, K]`, entropy `[N]`, which has a meaning `with_entropy`, and the tokens."""
         index, is_local = _local_index(ids, matrix) if ids is not None else (None, None)
@@ -121,7 +130,7 @@ class _Logprobs(torch.autograd.Function):
         statistics = picked.new_zeros(3, len(rows))
         kept = None
         for chunk in _slices(len(rows), matrix.rows_per_chunk):
-            logits = matrix.logits(rows[chunk])
+            logits = _restricted(matrix.logits(rows[chunk]), chunk, matrix.first, sets)
             if index is None:
                 values, candidates[chunk] = logits.topk(num_picked, dim=-1)
             else:
@@ -137,6 +146,7 @@ class _Logprobs(torch.autograd.Function):
         highest, total, mean, picked = _combined(statistics, picked, is_local, matrix.group)
         # The weight is not kept outside of what is saved: the graph lives until that of the next micro-batch.
         ctx.first, ctx.num_valid, ctx.temperature = matrix.first, matrix.num_valid, temperature
+        ctx.sets = sets
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
             rows, weight, bias, index, is_local, highest + total.log(), highest + mean, kept
@@ -161,7 +171,9 @@ class _Logprobs(torch.autograd.Function):
         slope = torch.zeros_like(mean) if grad_logprobs is None else grad_logprobs.sum(-1)
         matrix = OutputMatrix(weight, bias, ctx.first, ctx.num_valid)
         for chunk in _slices(len(rows), matrix.rows_per_chunk):
-            logits = matrix.logits(rows[chunk]) if kept is None else kept
+            logits = kept
+            if logits is None:
+                logits = _restricted(matrix.logits(rows[chunk]), chunk, matrix.first, ctx.sets)
             for tile in _slices(len(logits), _rows_per_tile(logits)):
                 part = slice(chunk.start + tile.start, chunk.start + tile.stop)
                 x = _scaled(logits[tile], ctx.temperature)
@@ -180,7 +192,15 @@ class _Logprobs(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += logits.sum(0)
             del logits
-        return grad_rows, grad_weight, grad_bias, *[None] * 5
+        return grad_rows, grad_weight, grad_bias, *[None] * 6
+
+
+def _restricted(logits: Tensor, rows: slice, first: int, sets: KeptSets | None) -> Tensor:
+    """Replace logits `[C, V']` of tokens outside the sets of their rows."""
+    for tile in _slices(len(logits), _rows_per_tile(logits)) if sets is not None else ():
+        part = slice(rows.start + tile.start, rows.start + tile.stop)
+        logits[tile].masked_fill_(sets.is_left_out(part, first, logits.shape[1]), PADDING_LOGIT)
+    return logits
 
 
 def _slices(num: int, size: int) -> Iterator[slice]:
