@@ -25,7 +25,7 @@ SAMPLING_REPLAY = "sampling_replay"
 PLANNED_TOKENS = 64
 """How many tokens a plan expects `top_p` or `min_p` to leave, if not fewer by `top_k`."""
 
-_DTYPES = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
+_DTYPES: Mapping[int, npt.DTypeLike] = {2: "<u2", 4: "<u4"}
 """Bytes of an id -> its dtype."""
 
 
@@ -44,9 +44,9 @@ def unpack_ids(entry: bytes) -> npt.NDArray[np.int32]:
     """Return the tokens of an entry; none of an empty one."""
     if not entry:
         return np.empty(0, np.int32)
-    if entry[0]:
-        return np.frombuffer(entry, _DTYPES[entry[0]], offset=1).astype(np.int32)
-    return np.flatnonzero(np.unpackbits(np.frombuffer(entry, np.uint8, offset=1))).astype(np.int32)
+    width, data = entry[0], np.frombuffer(entry, np.uint8, offset=1)
+    ids = data.view(_DTYPES[width]) if width else np.flatnonzero(np.unpackbits(data))
+    return ids.astype(np.int32)
 
 
 def truncates(options: Mapping[str, Any]) -> bool:

@@ -51,6 +51,7 @@ from hflow.planner.plan.request import trained_shape
 from hflow.shapes.architectures import read_shape
 from hflow.shapes.model_shape import tensors
 from hflow.types.engine import SleepLevel
+from hflow.types.kept_tokens import KEPT_TOKENS, unpack_ids
 from hflow.types.routed_experts import ROUTED_EXPERTS
 from hflow.weights.buckets import pack_buckets
 from hflow.weights.channels import make_channel
@@ -248,7 +249,7 @@ def setup_of(architecture: str, tensor: int, **more: int) -> EngineSetup:
     options = {"max_running": MAX_RUNNING, "max_model_len": MAX_LENGTH, **more}
     count = os.cpu_count() or 1
     cores = tuple((rank % count,) for rank in range(tensor)) if tensor > 1 else ()
-    records = (ROUTED_EXPERTS,) if architecture == "experts" else ()
+    records = (KEPT_TOKENS, *((ROUTED_EXPERTS,) if architecture == "experts" else ()))
     return EngineSetup(settings, options, TOKENIZER, tensor=tensor, cores=cores, records=records)
 
 
@@ -351,6 +352,47 @@ def test_temperature_0_takes_the_likeliest_token(subject: Subject) -> None:
     assert [result.ids for result in subject.generate(PROMPTS[:1], replace(sampled, top_k=1))] == [
         results[0].ids
     ]
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{"top_k": 7}, {"top_k": 30, "top_p": 0.7}, {"top_k": 50, "min_p": 0.1}, {"top_k": 100, "top_p": 0.9}],
+    ids=str,
+)
+def test_the_tokens_that_sampling_leaves_are_recorded(subject: Subject, limits: dict[str, Any]) -> None:
+    """They are those of whole logits, and the log-probs are over them. Others that run record nothing."""
+    module = subject.load(3)
+    recorded = SamplingParams(max_tokens=20, temperature=0.8, seed=3, record=(KEPT_TOKENS,), **limits)
+    others = [SamplingParams(max_tokens=9, temperature=0.0), SamplingParams(max_tokens=9, top_p=0.5)]
+    results = subject.generate(PROMPTS, [recorded, *others, *[recorded] * 3])
+    assert results[1].recorded == results[2].recorded == {}
+    sizes = []
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        if KEPT_TOKENS not in result.recorded:
+            continue
+        entries = result.recorded[KEPT_TOKENS]
+        assert [bool(entry) for entry in entries] == [False] * len(prompt) + [True] * 20
+        logits = module(torch.tensor([[*prompt, *result.ids]])).logits[0, len(prompt) - 1 : -1].float() / 0.8
+        for row, token, logprob, entry in zip(
+            logits, result.ids, result.logprobs, entries[len(prompt) :], strict=True
+        ):
+            kept = unpack_ids(entry).tolist()
+            sizes.append(len(kept))
+            assert len(set(kept)) == len(kept)
+            assert len(kept) <= limits["top_k"]
+            assert row[kept].min() >= row.sort(descending=True).values[len(kept) - 1] - TOLERANCE
+            p = row.softmax(-1)
+            if limits.get("min_p"):
+                assert {*kept} >= {*(p >= limits["min_p"] * p.max() + TOLERANCE).nonzero()[:, 0].tolist()}
+            elif "top_p" not in limits:
+                assert len(kept) == limits["top_k"]
+            else:
+                of_top_k = p.topk(limits["top_k"]).values.sum()
+                assert p[kept].sum() >= limits["top_p"] * of_top_k - TOLERANCE
+                assert p[kept].sum() - p[kept].min() <= limits["top_p"] * of_top_k + TOLERANCE
+            over_kept = row[kept].log_softmax(-1)[kept.index(token)]
+            assert logprob == pytest.approx(over_kept.item(), abs=TOLERANCE)
+    assert len({*sizes}) > 1 or limits == {"top_k": 7}
 
 
 def test_tokens_follow_from_the_seed(subject: Subject) -> None:

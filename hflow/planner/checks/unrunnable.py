@@ -303,8 +303,8 @@ def _recorded_reasons(node: Node, plan: Plan) -> Iterator[str]:
             elif _needs_top_k(kind, engine) and not node.spec.option("top_k", 0):
                 yield (
                     f"{node.name} ({node.spec.where}) samples without top_k, but the engine {engine} records "
-                    f"at most top_k of the tokens that sampling leaves. Set nodes.{node.name}.top_k too, such "
-                    f"as 100, or models.{model}.gen.engine=embedded."
+                    f"at most top_k of the tokens that sampling leaves. Set nodes.{node.name}.top_k too, "
+                    f"such as 100, or models.{model}.gen.engine=embedded."
                 )
 
 

@@ -197,7 +197,9 @@ class _Logprobs(torch.autograd.Function):
 
 def _restricted(logits: Tensor, rows: slice, first: int, sets: KeptSets | None) -> Tensor:
     """Replace logits `[C, V']` of tokens outside the sets of their rows."""
-    for tile in _slices(len(logits), _rows_per_tile(logits)) if sets is not None else ():
+    if sets is None:
+        return logits
+    for tile in _slices(len(logits), _rows_per_tile(logits)):
         part = slice(rows.start + tile.start, rows.start + tile.stop)
         logits[tile].masked_fill_(sets.is_left_out(part, first, logits.shape[1]), PADDING_LOGIT)
     return logits
