@@ -7,7 +7,7 @@ from typing import Any
 
 from hflow.translate.given import Given
 from hflow.translate.recipe import RecipeDraft
-from hflow.translate.shared import num_devices, set_model, set_paths
+from hflow.translate.shared import REPLAYED, num_devices, set_model, set_paths, set_sampling_limits
 from hflow.translate.table import Row, automatic, manual, missing, same
 
 LOSSES = {
@@ -171,8 +171,9 @@ TABLES: dict[str, Sequence[Row]] = {
     "Generation": [
         same("max_completion_length", "nodes.actor_gen.max_tokens"),
         same("temperature", "nodes.actor_gen.temperature"),
-        same("top_p", "nodes.actor_gen.top_p", "1 only: the loss needs the log-probs of all tokens"),
-        same("top_k", "nodes.actor_gen.top_k", "0 only"),
+        same("top_p", "nodes.actor_gen.top_p", REPLAYED),
+        same("top_k", "nodes.actor_gen.top_k", REPLAYED),
+        same("min_p", "nodes.actor_gen.min_p", REPLAYED),
         same("chat_template_kwargs", "models.actor.template_kwargs"),
         same("use_vllm", "models.actor.gen.engine", "true: `vllm`; false: the plan decides"),
         same("vllm_mode", "placement", "`server`: the plan places the engines among the devices"),
@@ -188,7 +189,6 @@ TABLES: dict[str, Sequence[Row]] = {
         automatic("use_transformers_continuous_batching", "engines always batch continuously"),
         automatic("use_transformers_paged", "engines always batch continuously"),
         missing("transformers_continuous_batching_config"),
-        missing("min_p"),
         missing("repetition_penalty"),
         missing("generation_kwargs"),
         missing("cache_implementation"),
@@ -571,10 +571,7 @@ def _generation(given: Given, draft: RecipeDraft, devices: int) -> None:
     length = given.whole("max_completion_length") or 512
     draft.set("nodes.actor_gen.max_tokens", length)
     draft.set("nodes.actor_gen.temperature", given.number("temperature"))
-    for key, off in (("top_p", 1.0), ("top_k", 0)):
-        if given.value(key) != off:
-            note = "the loss needs log-probs of the whole distribution, so samples are drawn from all tokens"
-            given.leave(key, note)
+    set_sampling_limits(given, draft, "top_p", "top_k", "min_p")
     longest = given.whole("vllm_max_model_length")
     if longest is None:
         longest = length + 1024
