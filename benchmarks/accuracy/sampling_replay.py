@@ -3,14 +3,12 @@
 python -m benchmarks.accuracy.sampling_replay
 
 SmolLM2-135M-Instruct draws 8 samples of 16 tokens in fp32, with several limits. The trainer, of the same
-weights, computes their log-probs over all tokens, and over those that sampling left. Rates are tokens per
-second of the engine, without and with recording.
+weights, computes their log-probs over all tokens, and over those that sampling left.
 """
 
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import numpy as np
@@ -48,21 +46,15 @@ def logprobs(out: Output) -> torch.Tensor:
 REPLAY = Read(f"@{KEPT_TOKENS}", KEPT_TOKENS, "gen", "gen", Unit.TOKEN, Unit.TOKEN, "tensor")
 
 
-def generate(
-    engine: EmbeddedEngine, limits: dict[str, Any], records: bool
-) -> tuple[list[GenerationResult], float]:
-    """Return the samples, and the tokens per second."""
+def generate(engine: EmbeddedEngine, limits: dict[str, Any]) -> list[GenerationResult]:
+    """Return the samples."""
     for number in range(NUM_SAMPLES):
-        record = (KEPT_TOKENS,) if records else ()
-        engine.add(
-            number, PROMPT, SamplingParams(max_tokens=NUM_TOKENS, seed=number, record=record, **limits)
-        )
+        params = SamplingParams(max_tokens=NUM_TOKENS, seed=number, record=(KEPT_TOKENS,), **limits)
+        engine.add(number, PROMPT, params)
     results: dict[int, GenerationResult] = {}
-    start = time.perf_counter()
     while engine.num_unfinished:
         results.update(engine.step())
-    rate = NUM_SAMPLES * NUM_TOKENS / (time.perf_counter() - start)
-    return [results[number] for number in range(NUM_SAMPLES)], rate
+    return [results[number] for number in range(NUM_SAMPLES)]
 
 
 def batch_of(samples: list[GenerationResult]) -> Batch:
@@ -80,8 +72,7 @@ def batch_of(samples: list[GenerationResult]) -> Batch:
 
 def measure(engine: EmbeddedEngine, trainer: TorchModel, limits: dict[str, Any]) -> dict[str, Any]:
     """Compare engine and trainer on samples drawn with these limits."""
-    _, plain = generate(engine, limits, records=False)
-    samples, recording = generate(engine, limits, records=True)
+    samples = generate(engine, limits)
     batch = batch_of(samples)
     behav = np.concatenate([sample.logprobs for sample in samples])
     entries = [entry for s in samples for entry in s.recorded[KEPT_TOKENS] if entry]
@@ -89,7 +80,6 @@ def measure(engine: EmbeddedEngine, trainer: TorchModel, limits: dict[str, Any])
     found: dict[str, Any] = {
         "set": {"mean": float(np.mean(sizes)), "median": float(np.median(sizes)), "max": max(sizes)},
         "bytes_per_token": float(np.mean(list(map(len, entries)))),
-        "tokens_per_second": {"plain": plain, "recording": recording},
     }
     for name, reads in (("all tokens", ()), ("replayed", (REPLAY,))):
         columns = batch if reads else batch.select(["input_ids", "loss_mask"])
@@ -104,7 +94,6 @@ def measure(engine: EmbeddedEngine, trainer: TorchModel, limits: dict[str, Any])
             {},
             limits.get("temperature", 1.0),
         )
-        start = time.perf_counter()
         (result,) = trainer.infer(call, [columns])
         gap = (
             np.asarray(result.columns["logprobs"].values)[np.asarray(batch.columns["loss_mask"].values)]
@@ -114,7 +103,6 @@ def measure(engine: EmbeddedEngine, trainer: TorchModel, limits: dict[str, Any])
             "mean": float(np.abs(gap).mean()),
             "max": float(np.abs(gap).max()),
             "kl": float((np.exp(gap) - 1 - gap).mean()),
-            "seconds": time.perf_counter() - start,
         }
     return found
 
