@@ -60,9 +60,9 @@ def set_sampling_limits(
     Args:
         given: the values of the file.
         draft: the recipe.
-        top_p: the key of the other library.
-        top_k: its key of the number of tokens, where 0 or -1 means all.
-        min_p: its key of the least probability; None: it has none.
+        top_p: the key of `top_p` in the other library.
+        top_k: the key of `top_k`, where 0 or -1 means all tokens.
+        min_p: the key of `min_p`; None: the other library has no such key.
     """
     limits = [(top_p, "top_p", given.number(top_p) or 1.0, 1.0)]
     limits.append((top_k, "top_k", max(0, given.whole(top_k) or 0), 0))
