@@ -252,6 +252,9 @@ class ModelConfig:
     """Use megatron's sequence parallelism; null: on CUDA, where it saves memory at no cost."""
     lora: LoraConfig | None = None
     """Train low-rank adapters beside frozen weights, as in `{r: 16, alpha: 32}`; null: train the weights."""
+    base_of: str | None = None
+    """A model with adapters whose frozen weights this model uses in place of its own, with adapters of its own
+    or, if it is frozen itself, with none. Both are on the same devices, with the same layout."""
     optim: OptimConfig = Field(default_factory=OptimConfig)
     """The optimizer of a trained model."""
     gen: GenConfig = Field(default_factory=GenConfig)

@@ -90,10 +90,28 @@ def adapter_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name.replace(f".{_NAME}.", "."): weight for name, weight in named if ".lora_" in name}
 
 
-def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of a model but adapters, by HF name."""
-    named = model.named_parameters()
-    return {name.replace(".base_layer.", "."): weight for name, weight in named if ".lora_" not in name}
+def base_parameters(model: nn.Module, *, with_tied: bool = False) -> dict[str, nn.Parameter]:
+    """Return the parameters of a model but adapters, by HF name: tied ones once, or under each name."""
+    named = model.named_parameters(remove_duplicate=not with_tied)
+    return {_hf_name(name): weight for name, weight in named if ".lora_" not in name}
+
+
+def _hf_name(name: str) -> str:
+    return name.replace(".base_layer.", ".")
+
+
+def share_parameters(model: nn.Module, owner: nn.Module) -> None:
+    """Let a model use the parameters of another one where its own are on the meta device.
+
+    Args:
+        model: a model whose adapters have values.
+        owner: a model of the same architecture, with other adapters.
+    """
+    held = base_parameters(owner, with_tied=True)
+    for path, weight in list(model.named_parameters(remove_duplicate=False)):
+        if weight.is_meta:
+            parent, _, name = path.rpartition(".")
+            model.get_submodule(parent)._parameters[name] = held[_hf_name(path)]
 
 
 @contextmanager

@@ -658,13 +658,14 @@ def build_backends(
             settings = setup.models[replica.model]
             group = process_groups.group(replica) if process_groups else None
             position = RankPosition(group, replica.layout)
-            backend = backends[replica.name] = setup.factories[replica.backend](settings, position)
-            if settings.resume:
-                backend.load_shards(settings.shards)
+            backends[replica.name] = setup.factories[replica.backend](settings, position)
+    for replica in sorted(replicas, key=lambda replica: replica.role == "infer"):  # after what has adapters
+        if replica.role != "gen" and replica.base_of:
+            owner = backends[replica.base_of]
+            backends[replica.name] = owner.share_weights(setup.models[replica.model])
     for replica in replicas:
-        if replica.base_of:
-            trainer = backends[replica.base_of]
-            backends[replica.name] = trainer.without_adapters(setup.models[replica.model])
+        if replica.role != "gen" and (settings := setup.models[replica.model]).resume:
+            backends[replica.name].load_shards(settings.shards)
     return backends
 
 

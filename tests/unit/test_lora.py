@@ -77,7 +77,7 @@ def test_only_adapters_are_trained_and_they_can_be_turned_off(base, dtype):
     backend = adapted(base, dtype=dtype)
     plain = logprobs(kit.model(path=base, architecture=None, dtype=dtype, trainable=False))
     np.testing.assert_array_equal(logprobs(backend), plain)  # B is 0
-    ref = backend.without_adapters(frozen(backend.settings))
+    ref = backend.share_weights(frozen(backend.settings))
     backend.train(CALL, kit.whole(BATCH), 0)
     assert np.abs(logprobs(backend) - plain).max() > 1e-3
     np.testing.assert_array_equal(logprobs(ref), plain)

@@ -87,7 +87,7 @@ def test_adapters_can_be_turned_off(base, dtype):
     frozen = dataclasses.replace(backend.settings, name="ref", lora=None, trainable=False)
     plain = logprobs(megatron("backend").MegatronModel(frozen, RankPosition()))
     np.testing.assert_array_equal(logprobs(backend), plain)  # B is 0
-    ref = backend.without_adapters(frozen)
+    ref = backend.share_weights(frozen)
     before = kit.weights(backend)
     for step in (0, 1):
         backend.train(kit.CALLS["token-mean"], kit.whole(BATCH), step)

@@ -116,6 +116,16 @@ def test_bf16_adapters_beside_bf16_weights(ranks):
         torch.testing.assert_close(tensor, weights[name], atol=2e-2, rtol=0)
 
 
+@pytest.mark.parametrize("name", torch_ranks.SHARED)
+def test_models_on_one_base_are_those_with_their_own(ranks, name):
+    """Three with adapters, and a reference: bit for bit, and the base is there once, also over ranks."""
+    pytest.importorskip("peft")
+    batch = kit.make_batch(kit.LENGTHS)
+    here = torch_ranks.shared_base(None, batch, kit.whole(batch), torch_ranks.SHARED[name])
+    for equal in (here, *ranks[f"shared {name}"]):
+        assert {key: True for key in equal} == equal
+
+
 def test_bf16_is_the_same_up_to_its_precision(ranks):
     metrics, weights = train_here(kit.CALLS["token-mean"], dtype="bf16")
     assert all(tensor.dtype == torch.bfloat16 for tensor in ranks["bf16"][1].values())

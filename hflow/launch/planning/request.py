@@ -303,6 +303,7 @@ _LATER_KEYS: Mapping[str, Any] = {
     ".fp8": None,
     ".zero_stage": 3,
     ".freeze": None,
+    ".base_of": None,
     ".lora.rslora": False,
     ".images.min_pixels": None,
     ".images.max_pixels": None,

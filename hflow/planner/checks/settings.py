@@ -69,6 +69,7 @@ def check_request(graph: Graph, request: PlanRequest) -> None:
                 "sends its own tokens to them, which is sequence parallelism; remove it"
             )
         _check_lora(graph, name, request)
+        _check_base(graph, name, request)
         if name in trained_models(graph):
             _check_optimizer(name, request)
             _check_host_steps(name, config)
@@ -196,6 +197,67 @@ def _check_lora(graph: Graph, name: str, request: PlanRequest) -> None:
         raise PlanError(
             f"{key}.r is {config.lora.r}, but {module} has only {min(sizes)} rows or columns; set "
             f"{key}.r={min(sizes)} or less"
+        )
+
+
+def _check_base(graph: Graph, name: str, request: PlanRequest) -> None:
+    """Raise if a model cannot use the weights of the model that its `base_of` names."""
+    config, key = request.model(name), f"models.{name}.base_of"
+    if config.base_of is None:
+        return
+    models, owner = {model.name: model for model in graph.models}, request.model(config.base_of)
+    asked, of_owner = f"{key} is {config.base_of}", f"models.{config.base_of}"
+    if config.base_of not in models:
+        known = ", ".join(models)
+        raise PlanError(
+            f"{asked}, which the recipe does not have{nearest(config.base_of, models)} (known: {known})"
+        )
+    if owner.base_of is not None:
+        raise PlanError(
+            f"{asked}, which uses the weights of {owner.base_of} itself; name a model with weights of its own"
+        )
+    trained, written = trained_models(graph), written_models(graph)
+    if owner.lora is None or config.base_of not in trained:
+        raise PlanError(
+            f"{asked}, whose weights are not those of a model with adapters; set {of_owner}.lora, or remove "
+            f"{key}"
+        )
+    if name in written and (config.lora is None or name not in trained):
+        raise PlanError(
+            f"{asked}, but all weights of {name} are trained; set models.{name}.lora, or remove {key}"
+        )
+    for one in ("path", "architecture"):
+        own, theirs = getattr(config, one), getattr(owner, one)
+        if own is not None and own != theirs:
+            raise PlanError(
+                f"{asked}, but models.{name}.{one} says that {name} has other weights than {of_owner}.{one}; "
+                f"remove one of them"
+            )
+    if config.path is None and config.architecture is not None and owner.path is not None:
+        raise PlanError(f"{asked}, which has weights of {owner.path}; remove models.{name}.architecture")
+    for one in ("backend", "compute_dtype"):
+        own, theirs = getattr(config, one), getattr(owner, one)
+        if own != theirs:
+            setting = one.removeprefix("compute_")
+            raise PlanError(
+                f"{asked}, whose {setting} is {theirs}, but that of {name} is {own}; set "
+                f"models.{name}.{setting}={theirs}"
+            )
+    if config.lora is not None and not traits(config.backend).shares_base:
+        raise PlanError(
+            f"{asked}, but the {config.backend} backend has the adapters of one model beside its weights; set "
+            f"models.{name}.backend={first_with('shares_base')} and {of_owner}.backend="
+            f"{first_with('shares_base')}, or remove {key}"
+        )
+    head, of_base = models[name].head, models[config.base_of].head
+    if head != of_base and (config.lora is None or head == "lm"):
+        raise PlanError(
+            f"{asked}, which has a head of the kind {of_base}, but {name} one of the kind {head}; remove {key}"
+        )
+    if config.offload == "all":
+        raise PlanError(
+            f"models.{name}.offload is all, but its weights are those of {config.base_of}; set it to none or "
+            f"optimizer, or set {of_owner}.offload=all"
         )
 
 

@@ -17,7 +17,7 @@ from hflow.planner.models.choices import layer_reasons, served_model
 from hflow.planner.models.descriptors import engine_kind, training_backend
 from hflow.planner.plan.cluster import device_of
 from hflow.planner.plan.request import PlanRequest
-from hflow.planner.plan.rows import Plan, Replica
+from hflow.planner.plan.rows import Plan, Replica, batch_replica
 from hflow.planner.plan.traits import BACKENDS, ENGINES, Trait, first_with, traits
 from hflow.planner.weights.weight_routes import transport_reasons
 from hflow.shapes.architectures import EXPERT_FAMILIES, FAMILIES, can_run
@@ -74,6 +74,7 @@ def _reasons(plan: Plan, request: PlanRequest, chosen: Container[str], fits: Fit
             kind = engine_kind(replica.backend)
             yield from kind.check(served_model(replica, request))
     yield from transport_reasons(plan, request)
+    yield from _base_reasons(plan, request)
     yield from _offload_reasons(plan, request)
     if plan.cluster.num_nodes > 1 and workers in ONE_PROCESS:
         yield (
@@ -335,20 +336,35 @@ def _update_reasons(node: Node, plan: Plan, request: PlanRequest) -> Iterator[st
         )
 
 
+def _base_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
+    """Yield models that cannot use the weights of another one, as these are divided in another way."""
+    for replica in plan.replicas:
+        base = request.model(replica.model).base_of
+        if base is None or replica.role == "gen" or replica.base_of:
+            continue
+        owner = batch_replica(plan.replicas, base)
+        yield (
+            f"models.{replica.model}.base_of is {base}, but {_layout_and_workers(replica)}, and "
+            f"{_layout_and_workers(owner)}. Give models.{replica.model} the layout, group and kernels of "
+            f"models.{base}."
+        )
+
+
 def _offload_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
     """Yield models whose weights cannot be offloaded, as others use them in place."""
     for replica in plan.replicas:
         if replica.role == "gen" or request.model(replica.model).offload == "none":
             continue
         key = f"models.{replica.model}.offload"
-        if replica.base_of:
+        if replica.base_of and not replica.adapter_parameters:
             yield (
                 f"{key} has no effect, as {replica.name} uses the weights of {replica.base_of} without their "
                 f"adapters. Set {key}=none, or models.{plan.replica(replica.base_of).model}.offload=all."
             )
         for route in plan.weights:
             is_in_place = route.how == "shared" and replica.dtype == "fp32"
-            if route.src == replica.name and is_in_place and request.model(replica.model).offload == "all":
+            users = (route.src, plan.replica(route.src).base_of)
+            if replica.name in users and is_in_place and request.model(replica.model).offload == "all":
                 instead = "optimizer" if replica.role == "train" else "none"
                 yield (f"{key}=all offloads weights that {route.dst} uses in place. Set {key}={instead}.")
 

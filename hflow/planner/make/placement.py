@@ -55,7 +55,7 @@ def place_graph(graph: Graph, request: PlanRequest, levels: Mapping[str, Level])
     Raises:
         PlanError: for a placement, group or layout that is invalid or does not fit the cluster or the model.
     """
-    request = apply_placement(graph, request)
+    request = with_bases_placed(apply_placement(graph, request))
     groups, replicas = place_replicas(graph, request)
     replicas, engines = choose_engines(replicas, request)
     check_layouts(replicas, request)
@@ -64,39 +64,60 @@ def place_graph(graph: Graph, request: PlanRequest, levels: Mapping[str, Level])
     return PlacedGraph(request, groups, replicas, placements, engines)
 
 
-def with_adapters(graph: Graph, replicas: tuple[Replica, ...], request: PlanRequest) -> tuple[Replica, ...]:
-    """Return the replicas, with trainers' adapters, and the frozen replicas that share weights.
+def with_bases_placed(request: PlanRequest) -> PlanRequest:
+    """Return the request with the places of models that use the weights of others: those of the others."""
+    models = dict(request.models)
+    for name, config in request.models.items():
+        if config.base_of is not None:
+            owner = request.model(config.base_of)
+            gen = replace(
+                config.gen,
+                engine=config.gen.engine or owner.gen.engine,
+                layout=config.gen.layout or owner.gen.layout,
+                group=config.gen.group or owner.gen.group,
+            )
+            models[name] = replace(
+                config, layout=config.layout or owner.layout, group=config.group or owner.group, gen=gen
+            )
+    return replace(request, models=models)
 
-    A frozen model that starts as a trained one is the trained model without its adapters. It needs no copy
-    if its replica has the backend, layout, workers and precision of the trainer.
+
+def with_adapters(graph: Graph, replicas: tuple[Replica, ...], request: PlanRequest) -> tuple[Replica, ...]:
+    """Return the replicas, with trainers' adapters, and those that use the weights of another one.
+
+    A frozen model that starts as a trained one is the trained model without its adapters, and models with
+    `base_of` have adapters of their own or none. They need no copy if their replica has the backend, layout,
+    workers and precision of the other one.
     """
     models = {model.name: model for model in graph.models}
     trainers = {r.model: r for r in replicas if r.role == "train" and request.model(r.model).lora}
     written = written_models(graph)
     changed = []
     for replica in replicas:
-        model = models[replica.model]
-        trainer = trainers.get(_origin(model, request))
+        model, asked = models[replica.model], request.model(replica.model).base_of
         if replica in trainers.values():
             shape = request.trained_shape(replica.model)
-            changed.append(replace(replica, adapter_parameters=num_parameters(shape) if shape else 0))
-        elif trainer is not None and model.name not in written and _are_alike(replica, trainer, request):
-            has_same_head = model.head == models[trainer.model].head
-            changed.append(replace(replica, base_of=trainer.name if has_same_head else ""))
+            replica = replace(replica, adapter_parameters=num_parameters(shape) if shape else 0)
+            owner = trainers.get(asked or "")
         else:
-            changed.append(replica)
+            owner = None if model.name in written else trainers.get(asked or _origin(model, request))
+            if owner is not None and model.head != models[owner.model].head:
+                owner = None
+        if owner is not None and _are_alike(replica, owner, request):
+            replica = replace(replica, base_of=owner.name)
+        changed.append(replica)
     return tuple(changed)
 
 
 def _are_alike(replica: Replica, trainer: Replica, request: PlanRequest) -> bool:
-    """Return whether a replica without adapters computes as the trainer does without its own."""
+    """Return whether a replica computes with the trainer's frozen weights as the trainer does."""
     configs = [request.model(r.model) for r in (replica, trainer)]
     settings = [
         (r.backend, r.layout, r.workers, config.compute_dtype)
         for r, config in zip((replica, trainer), configs, strict=True)
     ]
     has_other_kernels = configs[0].kernels == "transformer_engine" or configs[0].fp8 is not None
-    return replica.role == "infer" and settings[0] == settings[1] and not has_other_kernels
+    return replica.role != "gen" and settings[0] == settings[1] and not has_other_kernels
 
 
 def _origin(model: Model, request: PlanRequest) -> str:

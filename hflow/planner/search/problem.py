@@ -28,7 +28,7 @@ from hflow.planner.make.replicas import (
 from hflow.planner.make.structure import plan_structure
 from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.request import PlanRequest, stream_workloads
-from hflow.planner.plan.rows import DeviceGroup, Plan, Replica
+from hflow.planner.plan.rows import DeviceGroup, Plan, Replica, batch_replica
 from hflow.planner.plan.traits import BackendTraits, traits
 from hflow.shapes.layout import Layout
 
@@ -199,9 +199,14 @@ class SearchProblem:
 
     @cached_property
     def tied(self) -> tuple[frozenset[str], ...]:
-        """Replicas that need equal layouts on equal devices: engines of one episode, ends of an update."""
+        """Replicas that need equal layouts on equal devices: engines of one episode, ends of an update, and
+        those that use the weights of another one because they were told to."""
         nodes = [node.name for node in self.graph.nodes if node.spec.verb in ("generate", "update")]
         sets = {frozenset(self.base.placement(name).replicas) for name in nodes}
+        for replica in self.base.replicas:
+            base = self.request.model(replica.model).base_of
+            if base is not None and replica.role != "gen":
+                sets.add(frozenset((replica.name, batch_replica(self.base.replicas, base).name)))
         return tuple(sorted((names for names in sets if len(names) > 1), key=sorted))
 
     @cached_property

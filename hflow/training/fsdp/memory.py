@@ -24,17 +24,17 @@ def model_state(rank: Rank) -> Items:
     """Return fp32 weights and the optimizer's states, sharded over the data axis.
 
     Gradients exist within a step only. With them, training with AdamW needs 16 bytes a parameter over all
-    ranks. An inference replica has weights alone, and none of its own where it uses those of a trainer. A
-    model with adapters has its other weights in the compute dtype.
+    ranks. An inference replica has weights alone. A model with adapters has its other weights in the compute
+    dtype. Those that are a trainer's count there.
     """
-    if rank.replica.base_of:
+    if rank.is_bare_base:
         return Items()
     num_trained = rank.trained.total_shard
     num_stored = num_trained if rank.adapts else rank.sizes.total_shard
     matrices, (of_matrix, of_other) = rank.trained.matrices_shard, rank.state_bytes
     states = math.ceil(of_matrix * matrices + of_other * (num_trained - matrices))
     weights = item(MemoryCategory.WEIGHTS, FP32_BYTES * num_stored, "adapters" if rank.adapts else "")
-    if rank.adapts:
+    if rank.adapts and not rank.replica.base_of:
         weights += item(MemoryCategory.WEIGHTS, rank.width * rank.sizes.total_shard)
     return weights + item(MemoryCategory.OPTIMIZER, states if rank.replica.role == "train" else 0)
 
@@ -54,7 +54,7 @@ def kept_after_infer(rank: Rank) -> Items:
 
     Those of a trainer's base model are the trainer's.
     """
-    if rank.fsdp_size == 1 or rank.replica.base_of:
+    if rank.fsdp_size == 1 or rank.is_bare_base:
         return Items()
     return _gathered_weights(rank.width * _Units.of(rank).root)
 

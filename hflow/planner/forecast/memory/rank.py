@@ -85,6 +85,11 @@ class Rank:
         return self.config.lora is not None and self.replica.role == "train"
 
     @property
+    def is_bare_base(self) -> bool:
+        """Whether the replica is a trainer's weights without adapters, and so has no weights at all."""
+        return bool(self.replica.base_of) and not self.adapts
+
+    @property
     def width(self) -> int:
         """Bytes of a number in the compute dtype."""
         return DTYPE_BYTES[self.config.compute_dtype]
