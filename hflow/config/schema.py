@@ -253,8 +253,9 @@ class ModelConfig:
     lora: LoraConfig | None = None
     """Train low-rank adapters beside frozen weights, as in `{r: 16, alpha: 32}`; null: train the weights."""
     base_of: str | None = None
-    """A model with adapters whose frozen weights this model uses in place of its own, with adapters of its own
-    or, if it is frozen itself, with none. Both are on the same devices, with the same layout."""
+    """A model with adapters, whose frozen weights this model uses in place of its own: with adapters of its
+    own, or with none if it is frozen. Both are on the same devices, with the same layout; null: it has its
+    own weights."""
     optim: OptimConfig = Field(default_factory=OptimConfig)
     """The optimizer of a trained model."""
     gen: GenConfig = Field(default_factory=GenConfig)

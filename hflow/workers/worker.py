@@ -22,7 +22,7 @@ from hflow.base.errors import HflowError, RunError, WorkerFailureError
 from hflow.base.model_files import copy_other_files
 from hflow.data.text.tokenizer import TextTokenizer, has_tokenizer
 from hflow.engines.driver import EngineDriver
-from hflow.engines.interface import EngineSetup
+from hflow.engines.interface import EngineSetup, GenerationEngine
 from hflow.episodes.journal import Journal
 from hflow.graph.ir import Level
 from hflow.models.settings import MERGED, SHARDS, RankPosition
@@ -688,9 +688,9 @@ def build_engines(
     for program in setup.programs.values():
         for model in program.models:
             recorded[model].update(kind.name for kind in requested_kinds(program.options))
-    drivers: dict[str, EngineDriver] = {}
+    engines: dict[str, GenerationEngine] = {}
     sharing = set()
-    for replica in replicas:
+    for replica in sorted(replicas, key=lambda replica: bool(replica.base_of)):  # bases first
         dp_heads = [dp_head for dp_head in replica.heads if dp_head in hosted]
         if replica.role != "gen" or not dp_heads:
             continue
@@ -699,12 +699,13 @@ def build_engines(
             sharing.add(replica.name)
         ranks = tensor_ranks(replica, dp_heads[0])
         cores = [_cores(setup.plan.cluster, worker, len(ranks)) for worker in ranks]
-        engine = setup.factories[replica.backend](
+        engines[replica.name] = setup.factories[replica.backend](
             EngineSetup(
                 settings=setup.models[replica.model],
                 options=setup.engines[replica.name],
                 tokenizer=tokenizers[replica.model],
                 module=module,
+                base=engines[replica.base_of] if replica.base_of else None,
                 tensor=len(ranks),
                 devices=_devices(replica, ranks, devices),
                 cores=tuple(cores) if all(cores) else (),
@@ -719,8 +720,7 @@ def build_engines(
                 else "",
             )
         )
-        drivers[replica.name] = EngineDriver(engine)
-    return drivers, frozenset(sharing)
+    return {name: EngineDriver(engine) for name, engine in engines.items()}, frozenset(sharing)
 
 
 def _devices(replica: Replica, ranks: Sequence[int], devices: Sequence[str]) -> tuple[str, ...]:

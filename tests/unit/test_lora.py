@@ -159,6 +159,43 @@ def test_an_engine_draws_from_the_adapted_model(base, dtype):
         np.testing.assert_allclose(trainer.columns["result"].values[4:], result.logprobs[1:], atol=atol)
 
 
+def drawn(engine, seed):
+    """Return tokens and log-probs of three requests."""
+    for i in range(3):
+        prompt = BATCH.columns["input_ids"].values[i : i + 3].tolist()
+        engine.add(i, prompt, SamplingParams(max_tokens=9, seed=seed + i))
+    found = {}
+    while engine.num_unfinished:
+        found |= {i: (result.ids, result.logprobs) for i, result in engine.step()}
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_engines_on_one_base_draw_as_with_weights_of_their_own(base, dtype):
+    """Two policies and the base itself; new adapters of one change no other."""
+    alice = adapted(base, dtype=dtype)
+    settings = dataclasses.replace(alice.settings, name="bob", seed=7, lora=LoraConfig(r=2, alpha=8))
+    bob, plain = alice.share_weights(settings), frozen(alice.settings)
+    alone = [EmbeddedEngine(one, OPTIONS) for one in (alice.settings, settings, plain)]
+    first = EmbeddedEngine(alice.settings, OPTIONS)
+    others = [EmbeddedEngine(one, OPTIONS, base=first) for one in (settings, plain)]
+    together = [first, *others]
+    places = {x.data_ptr() for name, x in first._module.named_parameters() if ".lora_" not in name}
+    for engine in others:
+        held = {x.data_ptr() for name, x in engine._module.named_parameters() if ".lora_" not in name}
+        assert held == places
+    before = drawn(first, 0)
+    for step, (index, trainer) in enumerate([(0, alice), (1, bob), (0, alice)]):
+        trainer.train(CALL, kit.whole(BATCH), step)
+        for engines in (alone, together):
+            loaded = engines[index].load_weights([IncomingWeights.of_tensors(trainer.weights)], step)
+            assert loaded.checksums == (weights_checksum(dict(trainer.weights())),)
+        for i in range(3):
+            assert drawn(together[i], i) == drawn(alone[i], i)
+    assert drawn(first, 0) != before
+    assert drawn(others[0], 0) != before
+
+
 def test_merging_by_hand():
     base = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     a, b = torch.tensor([[1.0, 10.0]]), torch.tensor([[2.0], [0.0]])

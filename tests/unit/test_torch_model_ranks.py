@@ -123,7 +123,7 @@ def test_models_on_one_base_are_those_with_their_own(ranks, name):
     batch = kit.make_batch(kit.LENGTHS)
     here = torch_ranks.shared_base(None, batch, kit.whole(batch), torch_ranks.SHARED[name])
     for equal in (here, *ranks[f"shared {name}"]):
-        assert {key: True for key in equal} == equal
+        assert dict.fromkeys(equal, True) == equal
 
 
 def test_bf16_is_the_same_up_to_its_precision(ranks):

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from hflow.base.errors import NotYetError, PlanError
+from hflow.base.errors import NotYetError, PlanError, nearest
 from hflow.config.schema import GenConfig, ModelConfig, ScheduleConfig, WorkloadImages
 from hflow.graph.ir import Graph
 from hflow.graph.queries import (
@@ -244,15 +244,15 @@ def _check_base(graph: Graph, name: str, request: PlanRequest) -> None:
                 f"models.{name}.{setting}={theirs}"
             )
     if config.lora is not None and not traits(config.backend).shares_base:
+        instead = first_with("shares_base")
         raise PlanError(
-            f"{asked}, but the {config.backend} backend has the adapters of one model beside its weights; set "
-            f"models.{name}.backend={first_with('shares_base')} and {of_owner}.backend="
-            f"{first_with('shares_base')}, or remove {key}"
+            f"{asked}, but the {config.backend} backend has the adapters of one model beside its weights; "
+            f"set models.{name}.backend={instead} and {of_owner}.backend={instead}, or remove {key}"
         )
     head, of_base = models[name].head, models[config.base_of].head
     if head != of_base and (config.lora is None or head == "lm"):
         raise PlanError(
-            f"{asked}, which has a head of the kind {of_base}, but {name} one of the kind {head}; remove {key}"
+            f"{asked}, which has the head {of_base!r}, but {name} has the head {head!r}; remove {key}"
         )
     if config.offload == "all":
         raise PlanError(

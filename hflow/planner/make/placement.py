@@ -25,6 +25,7 @@ from hflow.planner.plan.rows import (
     batch_replica,
     generation_replica,
 )
+from hflow.planner.plan.traits import traits
 from hflow.shapes.model_shape import num_parameters
 
 __all__ = ["PlacedGraph", "place_graph"]
@@ -87,15 +88,18 @@ def with_adapters(graph: Graph, replicas: tuple[Replica, ...], request: PlanRequ
 
     A frozen model that starts as a trained one is the trained model without its adapters, and models with
     `base_of` have adapters of their own or none. They need no copy if their replica has the backend, layout,
-    workers and precision of the other one.
+    workers and precision of the other one. The same holds for their engines.
     """
     models = {model.name: model for model in graph.models}
     trainers = {r.model: r for r in replicas if r.role == "train" and request.model(r.model).lora}
+    engines = {r.model: r for r in replicas if r.role == "gen"}
     written = written_models(graph)
     changed = []
     for replica in replicas:
         model, asked = models[replica.model], request.model(replica.model).base_of
-        if replica in trainers.values():
+        if replica.role == "gen":
+            owner = engines.get(asked or "")
+        elif replica in trainers.values():
             shape = request.trained_shape(replica.model)
             replica = replace(replica, adapter_parameters=num_parameters(shape) if shape else 0)
             owner = trainers.get(asked or "")
@@ -109,15 +113,17 @@ def with_adapters(graph: Graph, replicas: tuple[Replica, ...], request: PlanRequ
     return tuple(changed)
 
 
-def _are_alike(replica: Replica, trainer: Replica, request: PlanRequest) -> bool:
-    """Return whether a replica computes with the trainer's frozen weights as the trainer does."""
-    configs = [request.model(r.model) for r in (replica, trainer)]
+def _are_alike(replica: Replica, owner: Replica, request: PlanRequest) -> bool:
+    """Return whether a replica computes with the frozen weights of another one as that does."""
+    configs = [request.model(r.model) for r in (replica, owner)]
     settings = [
-        (r.backend, r.layout, r.workers, config.compute_dtype)
-        for r, config in zip((replica, trainer), configs, strict=True)
+        (r.backend, r.layout, r.workers, r.merges_adapters, config.compute_dtype, config.gen.quantization)
+        for r, config in zip((replica, owner), configs, strict=True)
     ]
+    if replica.role == "gen":
+        return settings[0] == settings[1] and traits(replica.backend).shares_base
     has_other_kernels = configs[0].kernels == "transformer_engine" or configs[0].fp8 is not None
-    return replica.role != "gen" and settings[0] == settings[1] and not has_other_kernels
+    return settings[0][:-1] == settings[1][:-1] and not has_other_kernels
 
 
 def _origin(model: Model, request: PlanRequest) -> str:

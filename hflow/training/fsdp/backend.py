@@ -86,7 +86,7 @@ class TorchModel(ModelBackend):
         self._optimizer = self._make_optimizer() if settings.trainable else None
         states = tuple if self._optimizer is None else self._optimizer.states
         base = None if owner is None else owner._offload
-        self._offload = HostOffload(settings.offload, self._stored_weights, states, base=base)
+        self._offload: HostOffload = HostOffload(settings.offload, self._stored_weights, states, base=base)
         self._offload.start()
         self._copies, self._state_copies = HostCopies(), HostCopies()
 
