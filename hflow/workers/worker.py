@@ -688,9 +688,9 @@ def build_engines(
     for program in setup.programs.values():
         for model in program.models:
             recorded[model].update(kind.name for kind in requested_kinds(program.options))
-    engines: dict[str, GenerationEngine] = {}
+    setups: dict[str, EngineSetup] = {}
     sharing = set()
-    for replica in sorted(replicas, key=lambda replica: bool(replica.base_of)):  # bases first
+    for replica in replicas:
         dp_heads = [dp_head for dp_head in replica.heads if dp_head in hosted]
         if replica.role != "gen" or not dp_heads:
             continue
@@ -699,27 +699,34 @@ def build_engines(
             sharing.add(replica.name)
         ranks = tensor_ranks(replica, dp_heads[0])
         cores = [_cores(setup.plan.cluster, worker, len(ranks)) for worker in ranks]
-        engines[replica.name] = setup.factories[replica.backend](
-            EngineSetup(
-                settings=setup.models[replica.model],
-                options=setup.engines[replica.name],
-                tokenizer=tokenizers[replica.model],
-                module=module,
-                base=engines[replica.base_of] if replica.base_of else None,
-                tensor=len(ranks),
-                devices=_devices(replica, ranks, devices),
-                cores=tuple(cores) if all(cores) else (),
-                shares_devices=any(
-                    other.name != replica.name and not set(other.groups).isdisjoint(replica.groups)
-                    for other in setup.plan.replicas
-                ),
-                receives_weights=replica.name in routed and module is None,
-                records=tuple(sorted(recorded[replica.model])),
-                log=str(Path(setup.engine_logs, f"{replica.name}-{dp_heads[0]}.log"))
-                if setup.engine_logs
-                else "",
-            )
+        setups[replica.name] = EngineSetup(
+            settings=setup.models[replica.model],
+            options=setup.engines[replica.name],
+            tokenizer=tokenizers[replica.model],
+            module=module,
+            tensor=len(ranks),
+            devices=_devices(replica, ranks, devices),
+            cores=tuple(cores) if all(cores) else (),
+            shares_devices=any(
+                other.name not in (replica.name, replica.base_of)
+                and replica.name != other.base_of
+                and not set(other.groups).isdisjoint(replica.groups)
+                for other in setup.plan.replicas
+            ),
+            receives_weights=replica.name in routed and module is None,
+            records=tuple(sorted(recorded[replica.model])),
+            log=str(Path(setup.engine_logs, f"{replica.name}-{dp_heads[0]}.log"))
+            if setup.engine_logs
+            else "",
         )
+    engines: dict[str, GenerationEngine] = {}
+    by_name = {replica.name: replica for replica in replicas}
+    for name in sorted(setups, key=lambda name: bool(by_name[name].base_of)):  # bases first
+        replica = by_name[name]
+        guests = tuple(other for key, other in setups.items() if by_name[key].base_of == name)
+        base = engines[replica.base_of] if replica.base_of else None
+        made = dataclasses.replace(setups[name], base=base, guests=guests)
+        engines[name] = setup.factories[replica.backend](made)
     return {name: EngineDriver(engine) for name, engine in engines.items()}, frozenset(sharing)
 
 

@@ -140,6 +140,7 @@ ENGINE = EngineKind(
         schedules_ahead_on=SCHEDULES_AHEAD_ON,
         quantizations=("fp8",),
         records=(ROUTED_EXPERTS,),
+        shares_base=True,
     ),
     factory=_make_engine,
     memory=memory,

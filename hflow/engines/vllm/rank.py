@@ -24,6 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
 from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
@@ -35,7 +36,7 @@ from vllm.platforms import current_platform
 from vllm.v1.worker import gpu_worker
 
 from hflow.base.errors import HflowError
-from hflow.engines.vllm.adapters import HeldAdapters, add_on_cpu
+from hflow.engines.vllm.adapters import AdapterSizes, HeldAdapters, add_on_cpu
 from hflow.engines.vllm.hf_mapping import checked, checkpoint_path, held_by_module, held_tensors
 from hflow.engines.vllm.quantized_layers import QuantizedLayers
 from hflow.models.expert_tensors import file_tensors
@@ -168,25 +169,28 @@ class RankExtension:
     rank: int
     weight_transfer_engine: HflowWeightTransfer
     model_runner: Any
-    hflow_adapters: HeldAdapters
+    hflow_adapters: dict[str, HeldAdapters]
 
     def hflow_outcome(self) -> Outcome:
         """Return the result of this rank's last weight update."""
         return self.weight_transfer_engine.outcome
 
-    def hflow_add_adapters(self, r: int) -> None:
-        """Register adapters that are zero, of a model that runs with LoRA."""
-        self.hflow_adapters = HeldAdapters(self.model_runner, r)
+    def hflow_add_adapters(self, adapters: Sequence[tuple[LoRARequest, AdapterSizes]]) -> None:
+        """Register adapters that are zero, of one or several models that run with LoRA."""
+        self.hflow_adapters = {
+            request.lora_name: HeldAdapters(self.model_runner, request, lora) for request, lora in adapters
+        }
 
-    def hflow_load_adapters(self, incoming: Sequence[bytes], scale: float) -> Outcome:
-        """Load and check this rank's adapters of a version.
+    def hflow_load_adapters(self, model: str, incoming: Sequence[bytes], scale: float) -> Outcome:
+        """Load and check this rank's adapters of a version of a model.
 
         Args:
+            model: the model's name.
             incoming: the `IncomingWeights` of all ranks, pickled.
             scale: alpha / r.
         """
         try:
-            return Outcome(self.hflow_adapters.load(cloudpickle.loads(incoming[self.rank]), scale))
+            return Outcome(self.hflow_adapters[model].load(cloudpickle.loads(incoming[self.rank]), scale))
         except HflowError as error:
             return Outcome(error=error)
 

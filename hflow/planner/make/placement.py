@@ -121,7 +121,8 @@ def _are_alike(replica: Replica, owner: Replica, request: PlanRequest) -> bool:
         for r, config in zip((replica, owner), configs, strict=True)
     ]
     if replica.role == "gen":
-        return settings[0] == settings[1] and traits(replica.backend).shares_base
+        is_beside = not owner.merges_adapters and traits(replica.backend).shares_base
+        return settings[0] == settings[1] and is_beside
     has_other_kernels = configs[0].kernels == "transformer_engine" or configs[0].fp8 is not None
     return settings[0][:-1] == settings[1][:-1] and not has_other_kernels
 
