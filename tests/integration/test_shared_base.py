@@ -17,8 +17,10 @@ from hflow.launch.running import run_recipe
 from hflow.launch.running.worker_setup import make_setup
 from hflow.planner.forecast.memory.rank import Rank
 from hflow.planner.models.descriptors import training_backend
+from hflow.runtime.ledger import audit
 from hflow.runtime.records.run_summary import RunSummary
 from hflow.training.fsdp.backend import TorchModel
+from hflow.training.interface import ENGINE_GAP_MAX
 from hflow.workers.worker import build_backends, hosted_replicas
 
 COMMON = ["workers=inproc", "cluster=cpu-1x1", "batch=8", "data.train.limit=32"]
@@ -65,6 +67,20 @@ def test_two_policies_play_as_with_a_base_each(
             n: after[n] for n in names if not n.endswith(timed)
         }
     assert largest_difference(adapters(shared), adapters(wanted)) == 0
+
+
+def test_two_policies_have_one_vllm(tmp_path: Path) -> None:
+    """Its steps mix their requests. Each draws from its own adapters, of which every version is verified."""
+    pytest.importorskip("vllm")
+    vllm = [SHARED, "models.alice.gen.engine=vllm", "steps=3"]
+    summary = run("recipes/self_play.py", tmp_path, *SELF_PLAY, *vllm)
+    assert [path.name for path in (summary.directory / "engines").iterdir()] == ["alice@gen-0.log"]
+    for row in steps_of(summary):
+        for name in ("alice", "bob"):
+            assert row[f"{name}_train/{ENGINE_GAP_MAX.suffix}"] < 1e-4
+    assert audit(summary.directory / "ledger.sqlite") == []
+    moved = [x for name, x in adapters(summary).items() if "lora_B" in name]
+    assert min(float(x.abs().max()) for x in moved) > 1e-3
 
 
 def test_a_run_resumes_with_and_without_a_common_base(alone: RunSummary, tmp_path: Path) -> None:
