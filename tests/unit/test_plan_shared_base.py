@@ -61,6 +61,12 @@ def test_another_place_cannot_run(critic):
     assert "Give models.critic the layout, group and kernels of models.actor" in reason
 
 
+def test_a_placement_need_not_name_them():
+    made = compile_plan(graphs.ppo(), request(placement="actor=1:d1 actor.gen=0:d1"))
+    assert bases(made) == {"critic@train": "actor@train", "ref@infer": "actor@train"}
+    assert {made.replica(name).workers for name in bases(made)} == {(1,)}
+
+
 def test_the_base_is_in_memory_once():
     owner, other = rank(lora=LORA, dtype="bf16"), rank(lora=LORA, dtype="bf16")
     other = replace(other, replica=replace(other.replica, base_of="m@train"))

@@ -487,6 +487,8 @@ def _unused(graph: Graph, model: str) -> Iterator[tuple[tuple[str, ...], str]]:
         yield ("images", "freeze"), f"the recipe declares {model} without vision=True"
     if model not in written_models(graph):
         yield _OF_SAVING, f"no node changes {model}"
+    if not runs_outside_engines(graph, model) and not _generates(graph, model):
+        yield ("base_of",), f"no node uses {model}"
     if not runs_outside_engines(graph, model):
         yield _OF_FORWARD_PASSES, f"no node trains {model} or infers with it"
 

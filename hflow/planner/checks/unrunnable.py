@@ -17,7 +17,7 @@ from hflow.planner.models.choices import layer_reasons, served_model
 from hflow.planner.models.descriptors import engine_kind, training_backend
 from hflow.planner.plan.cluster import device_of
 from hflow.planner.plan.request import PlanRequest
-from hflow.planner.plan.rows import Plan, Replica, batch_replica
+from hflow.planner.plan.rows import Plan, Replica
 from hflow.planner.plan.traits import BACKENDS, ENGINES, Trait, first_with, traits
 from hflow.planner.weights.weight_routes import transport_reasons
 from hflow.shapes.architectures import EXPERT_FAMILIES, FAMILIES, can_run
@@ -337,17 +337,25 @@ def _update_reasons(node: Node, plan: Plan, request: PlanRequest) -> Iterator[st
 
 
 def _base_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
-    """Yield models that cannot use the weights of another one, as these are divided in another way."""
+    """Yield models that cannot use the weights of another one, as these are divided in another way.
+
+    An engine may have weights of its own, if another replica of its model has not.
+    """
+    using = {replica.model for replica in plan.replicas if replica.base_of}
     for replica in plan.replicas:
         base = request.model(replica.model).base_of
-        if base is None or replica.role == "gen" or replica.base_of:
+        if base is None or replica.base_of or (replica.role == "gen" and replica.model in using):
             continue
-        owner = batch_replica(plan.replicas, base)
-        yield (
-            f"models.{replica.model}.base_of is {base}, but {_layout_and_workers(replica)}, and "
-            f"{_layout_and_workers(owner)}. Give models.{replica.model} the layout, group and kernels of "
-            f"models.{base}."
-        )
+        asked = f"models.{replica.model}.base_of is {base}, but"
+        alike = [r for r in plan.replicas if r.model == base and (r.role == "gen") == (replica.role == "gen")]
+        if not alike:
+            yield f"{asked} {base} has no engine that {replica.name} could use. Remove base_of."
+        for owner in alike:
+            gen, rest = (".gen", "engine") if replica.role == "gen" else ("", "kernels")
+            yield (
+                f"{asked} {_layout_and_workers(replica)}, and {_layout_and_workers(owner)}. Give "
+                f"models.{replica.model}{gen} the layout, group and {rest} of models.{base}{gen}."
+            )
 
 
 def _offload_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
