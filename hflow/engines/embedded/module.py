@@ -141,7 +141,7 @@ class FreedParameters:
     Parameter objects stay the same, so tied ones stay tied. Buffers are small and keep their memory.
 
     Args:
-        parameters: those of a module.
+        parameters: the parameters of a module.
         keep: whether to keep the values, in pinned host memory.
     """
 
@@ -167,7 +167,7 @@ class CommonParameters:
     """The parameters that several engines use, whose memory is free while all of these sleep.
 
     Args:
-        parameters: those of a module.
+        parameters: the parameters of a module.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:

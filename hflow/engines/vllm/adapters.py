@@ -27,7 +27,7 @@ class AdapterSizes(NamedTuple):
     """The adapters of a model."""
 
     r: int
-    """Their rank."""
+    """The rank of each."""
     targets: tuple[str, ...]
     """The modules of the checkpoint that have some."""
 

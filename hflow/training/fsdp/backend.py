@@ -69,7 +69,7 @@ class TorchModel(ModelBackend):
 
         Args:
             settings: the model's settings.
-            position: its ranks.
+            position: the ranks that hold it.
             owner: a model with adapters on the same ranks, whose frozen weights this one uses.
 
         Raises:
