@@ -149,6 +149,9 @@ class LoraConfig:
     """The adapters' output is scaled by alpha / r, or by alpha / sqrt(r) with `rslora`."""
     rslora: StrictBool = False
     """Scale by alpha / sqrt(r), so that the size of updates does not depend on r (Kalajdzievski 2023)."""
+    dora: StrictBool = False
+    """Learn the length of each row of a matrix apart from its direction, which A and B change (Liu et al.
+    2024, DoRA)."""
     targets: Names = (ALL_LINEAR,)
     """Modules that get adapters, such as `[q_proj,v_proj]`; `all-linear`: all matrices of decoder layers."""
     save_merged: StrictBool = False

@@ -2,6 +2,9 @@
 
 A module with an adapter computes `W x + scale * B A x` with the frozen weights W. Adapter weights are called
 as the module, `model.layers.0.self_attn.q_proj.lora_A.weight`, without peft's own parts of the name.
+
+With DoRA (Liu et al. 2024) it computes `m / |V| * V x`, where `V = W + scale * B A`, |V| is the length of each
+row, a constant for gradients (section 4.3), and the magnitude m is learned.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +28,7 @@ from hflow.models.heads import head_prefix, save_head
 from hflow.models.hf_config import family_of
 from hflow.models.hub import hub_model
 from hflow.models.settings import ModelSettings
+from hflow.shapes.model_shape import MAGNITUDE
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftConfig
@@ -50,7 +55,8 @@ def check_installed(settings: ModelSettings) -> None:
 def add_adapter(model: PreTrainedModel, settings: ModelSettings) -> None:
     """Add fp32 adapters to a model in place, with A drawn from its seed and B = 0, and freeze the rest.
 
-    The adapters have values on the CPU, also where the model's weights are on the meta device.
+    The adapters have values on the CPU, also where the model's weights are on the meta device. Magnitudes have
+    none there, until `set_magnitudes`.
 
     Raises:
         BackendError: if peft is missing, or the model lacks a targeted module.
@@ -60,9 +66,66 @@ def add_adapter(model: PreTrainedModel, settings: ModelSettings) -> None:
 
     with torch.random.fork_rng(devices=[]), _without_meta(model):
         torch.manual_seed(settings.seed)
-        inject_adapter_in_model(_peft_config(model, settings), model, _NAME)
+        inject_adapter_in_model(replace(_peft_config(model, settings), use_dora=False), model, _NAME)
+    assert settings.lora is not None
+    if settings.lora.dora:
+        for layer in _adapted_layers(model):
+            layer.lora_magnitude_vector[_NAME] = _Magnitude(layer.out_features)
+            layer.lora_variant[_NAME] = _Dora
+        set_magnitudes(model)
     for weight in adapter_weights(model).values():
         weight.data = weight.data.float()
+
+
+@torch.no_grad()
+def set_magnitudes(model: nn.Module) -> None:
+    """Set the magnitudes of a model with DoRA to the lengths of the rows of W, so that it computes W x.
+
+    A rank sets those of its rows. Rows on the meta device have none.
+    """
+    for layer in _adapted_layers(model):
+        weight = layer.get_base_layer().weight
+        if _NAME in layer.lora_magnitude_vector and not weight.is_meta:
+            layer.lora_magnitude_vector[_NAME].weight.copy_(torch.linalg.vector_norm(weight, dim=1))
+
+
+def _adapted_layers(model: nn.Module) -> list[Any]:
+    """Return peft's modules that have adapters."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+
+
+class _Magnitude(nn.Module):
+    """The learned lengths of the rows of a matrix."""
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_rows))
+
+
+class _Dora:
+    """DoRA as a variant of peft's layers, which passes the input through no identity matrix as peft's does."""
+
+    @staticmethod
+    def forward(layer: Any, *, active_adapter: str, x: Tensor, result: Tensor, **_: Any) -> Tensor:
+        """Return a layer's output `[..., outputs]`.
+
+        Args:
+            layer: peft's module of a linear layer.
+            active_adapter: peft's name of the adapter.
+            x: the input `[..., inputs]`.
+            result: the output without the adapter.
+        """
+        a, b, scale = layer.lora_A[_NAME], layer.lora_B[_NAME], layer.scaling[_NAME]
+        base = layer.get_base_layer()
+        with torch.no_grad():
+            moved = torch.addmm(base.weight, b.weight, a.weight, alpha=scale)
+            lengths = torch.linalg.vector_norm(moved, dim=1)
+            del moved
+        factor = layer.lora_magnitude_vector[_NAME].weight / lengths
+        scaled = factor * torch.add(result, b(a(x)), alpha=scale)
+        return scaled if base.bias is None else scaled + (1 - factor) * base.bias
 
 
 @contextmanager
@@ -102,9 +165,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
     peft's own method also turns gradients off, of parameters that FSDP has replaced meanwhile.
     """
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers: list[Any] = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    layers = _adapted_layers(model)
     for layer in layers:
         layer._disable_adapters = True
     try:
@@ -144,9 +205,14 @@ def write_adapter(
         names = [name for name in weights if name.startswith(prefix)]
         save_head(directory, {name.removeprefix(prefix): weights.pop(name) for name in names})
     config.save_pretrained(str(directory))
-    named = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in weights.items()}
+    named = {f"base_model.model.{_file_name(name)}": x.contiguous() for name, x in weights.items()}
     save_file(named, directory / ADAPTER_FILE, metadata={"format": "pt"})
     return [path for path in directory.iterdir() if path.is_file()]
+
+
+def _file_name(name: str) -> str:
+    """Return the name of a weight in peft's files."""
+    return name.removesuffix(".weight") if name.endswith(MAGNITUDE) else name
 
 
 def _peft_config(model: PreTrainedModel, settings: ModelSettings) -> PeftConfig:
@@ -167,6 +233,7 @@ def _peft_config(model: PreTrainedModel, settings: ModelSettings) -> PeftConfig:
         r=lora.r,
         lora_alpha=lora.alpha,
         use_rslora=lora.rslora,
+        use_dora=lora.dora,
         target_modules=wanted,
         exclude_modules=_outside_language_model(model),
         task_type="CAUSAL_LM",

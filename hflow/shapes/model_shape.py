@@ -81,6 +81,8 @@ class AdapterShape:
     r: int
     targets: tuple[str, ...]
     """Names of modules, such as `q_proj`."""
+    has_magnitudes: bool = field(default=False, metadata=LEFT_OUT_BY_DEFAULT)
+    """Whether there is also a vector `[outputs]` of the lengths of rows (DoRA)."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,12 @@ class TensorSpec:
             count *= size
         return count
 
+
+A, B = "lora_A.weight", "lora_B.weight"
+"""Ends of the names of an adapter's two matrices, `[r, inputs]` and `[outputs, r]`."""
+MAGNITUDE = "lora_magnitude_vector.weight"
+"""End of the name of the lengths of a matrix's rows, `[outputs]`, which DoRA learns."""
+ADAPTER_ENDS = (A, B, MAGNITUDE)
 
 DTYPE_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2}
 """Bytes of one entry by dtype."""
@@ -279,16 +287,19 @@ def adapter_targets(shape: ModelShape) -> tuple[str, ...]:
     return tuple(dict.fromkeys(_module(spec) for spec in specs if _is_linear(spec)))
 
 
-def adapted_shape(shape: ModelShape, r: int, targets: Sequence[str] | None) -> ModelShape:
+def adapted_shape(
+    shape: ModelShape, r: int, targets: Sequence[str] | None, *, has_magnitudes: bool = False
+) -> ModelShape:
     """Return the shape whose tensors are a model's adapters.
 
     Args:
         shape: the model.
         r: rank of the adapters.
         targets: the modules that have adapters, some of `adapter_targets`; None: all of these.
+        has_magnitudes: whether the lengths of rows are learned, too.
     """
     names = adapter_targets(shape) if targets is None else tuple(dict.fromkeys(targets))
-    return replace(shape, adapter=AdapterShape(r, names))
+    return replace(shape, adapter=AdapterShape(r, names, has_magnitudes))
 
 
 def _is_linear(spec: TensorSpec) -> bool:
@@ -352,16 +363,19 @@ def _layer(shape: ModelShape, index: str, layer: int) -> Iterator[TensorSpec]:
         return
     for spec in _weights_of_layer(shape, index, layer):
         if _is_linear(spec) and _module(spec) in shape.adapter.targets:
-            yield from _adapter(spec, shape.adapter.r)
+            yield from _adapter(spec, shape.adapter)
 
 
-def _adapter(spec: TensorSpec, r: int) -> Iterator[TensorSpec]:
-    """Yield the two matrices of a matrix's adapter. Tensor ranks divide its inputs or outputs likewise."""
+def _adapter(spec: TensorSpec, adapter: AdapterShape) -> Iterator[TensorSpec]:
+    """Yield the tensors of a matrix's adapter. Tensor ranks divide its inputs or outputs likewise."""
+    r = adapter.r
     path, (rows, columns) = spec.name.removesuffix(".weight"), spec.shape
     whole = replace(spec, split_axis=None, split_units=1, may_repeat=False)
     a, b = (spec if spec.split_axis == axis else whole for axis in (1, 0))
-    yield replace(a, name=f"{path}.lora_A.weight", shape=(r, columns))
-    yield replace(b, name=f"{path}.lora_B.weight", shape=(rows, r))
+    yield replace(a, name=f"{path}.{A}", shape=(r, columns))
+    yield replace(b, name=f"{path}.{B}", shape=(rows, r))
+    if adapter.has_magnitudes:
+        yield replace(b, name=f"{path}.{MAGNITUDE}", shape=(rows,))
 
 
 def _weights_of_layer(shape: ModelShape, index: str, layer: int) -> Iterator[TensorSpec]:

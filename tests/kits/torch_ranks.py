@@ -69,7 +69,7 @@ def run_replicated(rank: int, directory: str) -> None:
 
 QUARTERS = (([0, 1], [4], [5, 6], [7]), ([], [2], [3], []), ([8, 9], [], [10], [11]))
 """Rows of each minibatch on four ranks."""
-REPLICATED = ("lora", "bf16", "gradients summed once", "untied")
+REPLICATED = ("lora", "dora", "bf16", "gradients summed once", "untied")
 
 
 def replicated(rank: int, group: Any, directory: Path) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def replicated(rank: int, group: Any, directory: Path) -> dict[str, Any]:
     results: dict[str, Any] = {}
     num_groups = len(dist.distributed_c10d._world.pg_map)
     for name in REPLICATED:
-        if name == "lora" and find_spec("peft") is None:
+        if "lora" in VARIANTS[name] and find_spec("peft") is None:
             continue
         backend = kit.model(4, group, replicate=2, tokens_per_microbatch=13, **VARIANTS[name])
         results[name] = (backend.train(call_of(name), shard, 5), kit.weights(backend))
@@ -165,6 +165,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "optim": dataclasses.replace(kit.SETTINGS.optim, on_nonfinite="skip"),
     },
     "lora": {"lora": LORA},
+    "dora": {"lora": dataclasses.replace(LORA, dora=True)},
     "lora recomputed in bf16": {
         "lora": LORA,
         "dtype": "bf16",
@@ -177,6 +178,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 READ = {
     **{name: name for name in ("untied", "value", "bf16", "recomputed", "offloaded")},
     "lora": "recomputed",
+    "dora": "recomputed",
     "lora recomputed in bf16": "bf16",
 }
 """Variants that are built from a checkpoint, of which each rank reads its rows -> the saved variant."""

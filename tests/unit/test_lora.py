@@ -7,7 +7,7 @@ import peft_kit
 import pytest
 import torch
 import torch_kit as kit
-from peft import PeftModel
+from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -49,11 +49,14 @@ def frozen(settings):
     return dataclasses.replace(settings, name="ref", lora=None, trainable=False)
 
 
-@pytest.mark.parametrize("rslora", [False, True])
-def test_forward_and_gradients_are_those_of_peft(base, rslora):
+VARIANTS = {"lora": LORA, "rslora": dataclasses.replace(LORA, rslora=True), "dora": dataclasses.replace(LORA, dora=True)}
+
+
+@pytest.mark.parametrize("lora", VARIANTS.values(), ids=VARIANTS)
+def test_forward_and_gradients_are_those_of_peft(base, lora):
     """The log-probs and the gradient of their sum, with the same random adapters in peft's own model."""
-    backend = adapted(base, lora=dataclasses.replace(LORA, rslora=rslora))
-    theirs = peft_kit.twin(backend, base, rslora=rslora)
+    backend = adapted(base, lora=lora)
+    theirs = peft_kit.twin(backend, base, lora)
     named = peft_kit.adapters(theirs)
     batch = BATCH.take([4])
     wanted = peft_kit.learned_logprobs(theirs, batch)
@@ -72,9 +75,10 @@ def test_forward_and_gradients_are_those_of_peft(base, rslora):
         torch.testing.assert_close(gradient, x.grad, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_only_adapters_are_trained_and_they_can_be_turned_off(base, dtype):
-    backend = adapted(base, dtype=dtype)
+def test_only_adapters_are_trained_and_they_can_be_turned_off(base, dtype, dora):
+    backend = adapted(base, dtype=dtype, lora=dataclasses.replace(LORA, dora=dora))
     plain = logprobs(kit.model(path=base, architecture=None, dtype=dtype, trainable=False))
     np.testing.assert_array_equal(logprobs(backend), plain)  # B is 0
     ref = backend.without_adapters(frozen(backend.settings))
@@ -90,14 +94,16 @@ def test_only_adapters_are_trained_and_they_can_be_turned_off(base, dtype):
     assert stored == {torch.bfloat16 if dtype == "bf16" else torch.float32}
 
 
-@pytest.mark.parametrize("rslora", [False, True])
-def test_a_saved_adapter_loads_in_peft_and_merges(base, tmp_path, rslora):
-    backend = adapted(base, lora=dataclasses.replace(LORA, save_merged=True, rslora=rslora))
+@pytest.mark.parametrize("lora", VARIANTS.values(), ids=VARIANTS)
+def test_a_saved_adapter_loads_in_peft_and_merges(base, tmp_path, lora):
+    backend = adapted(base, lora=dataclasses.replace(lora, save_merged=True))
     backend.train(CALL, kit.whole(BATCH), 0)
     backend.save(str(tmp_path))()
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path)
     saved = load_file(tmp_path / "adapter_model.safetensors")
-    assert {name.removeprefix("base_model.model.") for name in saved} == kit.weights(backend).keys()
+    names = (f"base_model.model.{name}" for name in kit.weights(backend))
+    assert saved.keys() == {name.replace("_vector.weight", "_vector") for name in names}
+    assert saved.keys() == get_peft_model_state_dict(theirs).keys()
     merged = theirs.merge_and_unload().state_dict()
     ours = load_file(tmp_path / "merged" / "model.safetensors")
     for name, x in ours.items():
@@ -134,10 +140,11 @@ def test_the_head_of_a_critic_is_trained_with_its_adapters(base, tmp_path):
         assert torch.equal(kit.weights(again)[name], x)
 
 
+@pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_an_engine_draws_from_the_adapted_model(base, dtype):
+def test_an_engine_draws_from_the_adapted_model(base, dtype, dora):
     """Log-probs are those of the trainer, for an engine with its own weights and one with the trainer's."""
-    backend = adapted(base, dtype=dtype)
+    backend = adapted(base, dtype=dtype, lora=dataclasses.replace(LORA, dora=dora))
     backend.train(CALL, kit.whole(BATCH), 0)
     module = backend.shared_module()
     assert (module is not None) == (dtype == "fp32")

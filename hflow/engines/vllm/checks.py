@@ -108,6 +108,8 @@ ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 def find_merging(served: ServedModel) -> str | None:
     """Return the reason why vLLM cannot compute with adapters beside its weights; None if it can."""
     lora = served.config.lora
+    if lora is not None and lora.dora:
+        return "vllm's own adapters have no magnitudes (dora)"
     if lora is not None and lora.r > ADAPTER_RANKS[-1]:
         return f"vllm has no buffers for rank {lora.r} (at most {ADAPTER_RANKS[-1]})"
     if is_gpu(served.cluster.device) and served.config.compute_dtype != "bf16":

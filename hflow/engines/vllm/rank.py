@@ -23,6 +23,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
 from vllm.model_executor.layers import utils
@@ -159,7 +160,8 @@ class AdapterTransfer(HflowWeightTransfer):
     @override
     def _weights(self, incoming: IncomingWeights, scale: float | None) -> IncomingWeights:
         assert scale is not None, "adapters come with their scale"
-        return MergedWeights(incoming, self._base, scale, self._target)
+        sum_over_ranks = get_tp_group().all_reduce
+        return MergedWeights(incoming, self._base, scale, self._target, sum_over_ranks)
 
 
 class RankExtension:

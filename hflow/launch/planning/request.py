@@ -304,6 +304,7 @@ _LATER_KEYS: Mapping[str, Any] = {
     ".zero_stage": 3,
     ".freeze": None,
     ".lora.rslora": False,
+    ".lora.dora": False,
     ".images.min_pixels": None,
     ".images.max_pixels": None,
     ".fetch_images": False,

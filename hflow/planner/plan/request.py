@@ -99,7 +99,7 @@ def trained_shape(shape: ModelShape, lora: LoraConfig | None) -> ModelShape:
                 f"{nearest(name, known)} (known: {ALL_LINEAR}, {', '.join(known)}; embeddings, routers and "
                 "experts have no adapters)"
             )
-    return adapted_shape(shape, lora.r, lora.chosen)
+    return adapted_shape(shape, lora.r, lora.chosen, has_magnitudes=lora.dora)
 
 
 DEFAULT_PROMPT = 512

@@ -19,7 +19,7 @@ from typing_extensions import override
 from hflow.base.durable_files import WriteFiles
 from hflow.base.errors import BackendError
 from hflow.data.batches.batch import Batch
-from hflow.models.adapter import adapter_weights, adapters_off
+from hflow.models.adapter import adapter_weights, adapters_off, set_magnitudes
 from hflow.models.device import local_device
 from hflow.models.dtypes import DTYPES
 from hflow.models.expert_replay import let_routers_replay
@@ -134,6 +134,8 @@ class TorchModel(ModelBackend):
             load_held_weights(Path(settings.path), self._model)
         elif lacks_weights:
             draw_held_weights(settings.seed, self._model)
+        if lacks_weights and settings.lora is not None:
+            set_magnitudes(self._model)
         if settings.offload == "all" and self.group is None and device.type == "cpu":
             for weight in module.parameters():  # memory of a mapped checkpoint cannot be freed
                 weight.data = weight.data.clone()

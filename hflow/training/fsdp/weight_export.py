@@ -24,7 +24,7 @@ from hflow.training.fsdp.optimizer import local_shard
 from hflow.training.fsdp.shard_collectives import gather_in_place, replicate_index, shard_group
 from hflow.training.hf_files import Copies, FileDivision, check_is_shared
 from hflow.types.tensor_slices import BUCKET_BYTES, Block, Box, numel, whole_box
-from hflow.weights.adapters import A, B, merge
+from hflow.weights.adapters import with_adapter
 
 Named = tuple[str, Tensor]
 ReceiverOf = Callable[[str], int]
@@ -109,10 +109,7 @@ def merged_weights(
         gather_tensors(((n, x.detach()) for n, x in adapter_weights(model).items()), torch.float32)
     )
     for name, tensor in gather_tensors(_base_tensors(model, head, kind), dtype):
-        path = name.removesuffix("weight")
-        if path + A in adapters:
-            tensor = merge(tensor, adapters[path + A], adapters[path + B], scale)
-        yield name, tensor
+        yield name, with_adapter(adapters, scale, name, tensor)
 
 
 def _base_tensors(model: PreTrainedModel, head: nn.Module, kind: str) -> list[Named]:
