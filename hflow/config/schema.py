@@ -7,7 +7,7 @@ besides: the plan takes another value where the default does not fit, or takes l
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -153,14 +153,15 @@ class LoraConfig:
     """Learn the length of each row of a matrix apart from its direction, which A and B change (Liu et al.
     2024, DoRA)."""
     targets: Names = (ALL_LINEAR,)
-    """Modules that get adapters, such as `[q_proj,v_proj]`; `all-linear`: all matrices of decoder layers."""
+    """Modules that get adapters, such as `[q_proj,v_proj]`; `all-linear`: all matrices of decoder layers.
+    `embed_tokens` and `lm_head` are the embedding and the output matrix, where they are two."""
     save_merged: StrictBool = False
     """Save also the merged model, as Hugging Face files in `merged/` beside the adapter."""
 
-    @property
-    def chosen(self) -> Names | None:
-        """The modules that get adapters; None: all that can."""
-        return None if self.targets == (ALL_LINEAR,) else self.targets
+    def chosen(self, all_linear: Iterable[str]) -> Names:
+        """Return the modules that get adapters, given those that `all-linear` means."""
+        meant = tuple(all_linear)
+        return tuple(dict.fromkeys(x for y in self.targets for x in (meant if y == ALL_LINEAR else (y,))))
 
     @property
     def scale(self) -> float:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -28,7 +28,7 @@ from hflow.models.heads import head_prefix, save_head
 from hflow.models.hf_config import family_of
 from hflow.models.hub import hub_model
 from hflow.models.settings import ModelSettings
-from hflow.shapes.model_shape import MAGNITUDE
+from hflow.shapes.model_shape import EMBEDDING, MAGNITUDE, OUTPUT
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftConfig
@@ -150,13 +150,36 @@ def _without_meta(model: nn.Module) -> Iterator[None]:
 def adapter_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the adapter weights of a model by name; empty if it has no adapters."""
     named = model.named_parameters(remove_duplicate=False)
-    return {name.replace(f".{_NAME}.", "."): weight for name, weight in named if ".lora_" in name}
+    part = re.compile(rf"\.{_NAME}(?=\.|$)")  # of an embedding's adapter it is the last one
+    return {part.sub("", name): weight for name, weight in named if ".lora_" in name}
 
 
 def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters of a model but adapters, by HF name."""
     named = model.named_parameters()
     return {name.replace(".base_layer.", "."): weight for name, weight in named if ".lora_" not in name}
+
+
+class OutputAdapter(NamedTuple):
+    """The adapter of an output matrix."""
+
+    a: Tensor
+    """`[r, D]`."""
+    b: Tensor
+    """`[V, r]`."""
+    scale: float
+
+
+def output_adapter(head: nn.Module) -> tuple[nn.Linear, OutputAdapter | None]:
+    """Return a language model's output layer without its adapter, and the adapter, if it has one that is on."""
+    if isinstance(head, nn.Linear):
+        return head, None
+    layer: Any = head
+    base: nn.Linear = layer.get_base_layer()
+    if layer.disable_adapters:
+        return base, None
+    a, b = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
+    return base, OutputAdapter(a, b, layer.scaling[_NAME])
 
 
 @contextmanager
@@ -221,7 +244,8 @@ def _peft_config(model: PreTrainedModel, settings: ModelSettings) -> PeftConfig:
     lora = settings.lora
     assert lora is not None, "the model has no adapters"
     targets = _targets(model)
-    wanted = sorted(targets) if lora.chosen is None else list(lora.chosen)
+    wanted = list(lora.chosen(sorted(targets)))
+    targets |= _outer_targets(model, settings.head)
     for name in wanted:
         if name not in targets:
             raise BackendError(
@@ -255,6 +279,14 @@ def _outside_language_model(model: PreTrainedModel) -> str | None:
         return None
     name = next(name for name, module in model.named_modules() if module is inside)
     return rf"(?!{re.escape(name)}\.).*"
+
+
+def _outer_targets(model: PreTrainedModel, head: str) -> set[str]:
+    """Return the names of embedding and output matrix where these can have adapters."""
+    is_tied: bool = model.config.get_text_config().tie_word_embeddings
+    if is_tied or family_of(model.config) is not None:
+        return set()
+    return {EMBEDDING, OUTPUT} if head == "lm" else {EMBEDDING}
 
 
 def _targets(model: PreTrainedModel) -> set[str]:

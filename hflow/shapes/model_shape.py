@@ -176,11 +176,15 @@ class TensorSpec:
         return count
 
 
+EMBEDDING, OUTPUT = "embed_tokens", "lm_head"
+"""The modules of the embedding and of the output matrix."""
 A, B = "lora_A.weight", "lora_B.weight"
 """Ends of the names of an adapter's two matrices, `[r, inputs]` and `[outputs, r]`."""
 MAGNITUDE = "lora_magnitude_vector.weight"
 """End of the name of the lengths of a matrix's rows, `[outputs]`, which DoRA learns."""
-ADAPTER_ENDS = (A, B, MAGNITUDE)
+EMBEDDING_A, EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"
+"""Ends of the names of an embedding's two matrices, `[r, V]` and `[D, r]`: their product is its transpose."""
+ADAPTER_ENDS = (A, B, MAGNITUDE, EMBEDDING_A, EMBEDDING_B)
 
 DTYPE_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2}
 """Bytes of one entry by dtype."""
@@ -191,7 +195,7 @@ def tensors(shape: ModelShape) -> tuple[TensorSpec, ...]:
     """Return every tensor of the model's checkpoint, in the order in which transformers lists them."""
     layers = (spec for layer in range(shape.num_layers) for spec in layer_tensors(shape, layer))
     if shape.adapter is not None:
-        return (*layers, *(() if shape.head == "lm" else _head(shape)))
+        return (*_embedding_adapter(shape), *layers, *_output_adapter(shape))
     return (
         *_tower(shape),
         TensorSpec(
@@ -287,19 +291,28 @@ def adapter_targets(shape: ModelShape) -> tuple[str, ...]:
     return tuple(dict.fromkeys(_module(spec) for spec in specs if _is_linear(spec)))
 
 
+def outer_targets(shape: ModelShape) -> tuple[str, ...]:
+    """Return the modules outside the layers that adapters can be added to.
+
+    A tied matrix cannot have two, one for each use. A model that sees puts other embeddings between.
+    """
+    if shape.is_tied or shape.vision is not None:
+        return ()
+    return (EMBEDDING, OUTPUT) if shape.head == "lm" else (EMBEDDING,)
+
+
 def adapted_shape(
-    shape: ModelShape, r: int, targets: Sequence[str] | None, *, has_magnitudes: bool = False
+    shape: ModelShape, r: int, targets: Sequence[str], *, has_magnitudes: bool = False
 ) -> ModelShape:
     """Return the shape whose tensors are a model's adapters.
 
     Args:
         shape: the model.
         r: rank of the adapters.
-        targets: the modules that have adapters, some of `adapter_targets`; None: all of these.
+        targets: the modules that have adapters, some of `adapter_targets` and `outer_targets`.
         has_magnitudes: whether the lengths of rows are learned, too.
     """
-    names = adapter_targets(shape) if targets is None else tuple(dict.fromkeys(targets))
-    return replace(shape, adapter=AdapterShape(r, names, has_magnitudes))
+    return replace(shape, adapter=AdapterShape(r, tuple(targets), has_magnitudes))
 
 
 def _is_linear(spec: TensorSpec) -> bool:
@@ -376,6 +389,24 @@ def _adapter(spec: TensorSpec, adapter: AdapterShape) -> Iterator[TensorSpec]:
     yield replace(b, name=f"{path}.{B}", shape=(rows, r))
     if adapter.has_magnitudes:
         yield replace(b, name=f"{path}.{MAGNITUDE}", shape=(rows,))
+
+
+def _embedding_adapter(shape: ModelShape) -> Iterator[TensorSpec]:
+    assert shape.adapter is not None
+    if EMBEDDING in shape.adapter.targets:
+        path, r = f"{shape.prefix}{EMBEDDING}", shape.adapter.r
+        yield TensorSpec(f"{path}.{EMBEDDING_A}", (r, shape.vocab), None, "embedding")
+        yield TensorSpec(f"{path}.{EMBEDDING_B}", (shape.hidden, r), None, "embedding")
+
+
+def _output_adapter(shape: ModelShape) -> Iterator[TensorSpec]:
+    """Yield the adapter of the output matrix, or a scalar head, which is trained itself."""
+    assert shape.adapter is not None
+    if shape.head != "lm":
+        yield from _head(shape)
+    elif OUTPUT in shape.adapter.targets:
+        whole = TensorSpec(f"{OUTPUT}.weight", (shape.vocab, shape.hidden), None, "head")
+        yield from _adapter(whole, shape.adapter)
 
 
 def _weights_of_layer(shape: ModelShape, index: str, layer: int) -> Iterator[TensorSpec]:

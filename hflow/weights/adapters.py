@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hflow.base.errors import RunError
-from hflow.shapes.model_shape import ADAPTER_ENDS, A, B, MAGNITUDE
+from hflow.shapes.model_shape import ADAPTER_ENDS, EMBEDDING_A, EMBEDDING_B, MAGNITUDE, A, B
 from hflow.types.tensor_slices import (
     Block,
     Box,
@@ -62,6 +62,8 @@ def with_adapter(adapters: Mapping[str, Tensor], scale: float, name: str, tensor
         tensor: the tensor, whole.
     """
     path = name.removesuffix("weight")
+    if path + EMBEDDING_A in adapters:
+        return merge(tensor, adapters[path + EMBEDDING_B].T, adapters[path + EMBEDDING_A].T, scale)
     if path + A not in adapters:
         return tensor
     return merge(tensor, adapters[path + A], adapters[path + B], scale, adapters.get(path + MAGNITUDE))
@@ -136,7 +138,8 @@ class MergedWeights(_Adapters):
         arrived = {tensor.name: tensor for tensor in self._arrivals()}
         targets = {x.removesuffix(end) for x in arrived for end in ADAPTER_ENDS if x.endswith(end)}
         for path in sorted(targets):
-            if f"{path}weight" not in self._base or not {path + A, path + B} <= arrived.keys():
+            pairs = ({path + A, path + B}, {path + EMBEDDING_A, path + EMBEDDING_B})
+            if f"{path}weight" not in self._base or not any(pair <= arrived.keys() for pair in pairs):
                 raise RunError(
                     f"received an adapter of {path}weight, of which the engine lacks the weight or a matrix. "
                     "If it happens again, the weight route has a bug"
@@ -157,7 +160,13 @@ class MergedWeights(_Adapters):
         self, path: str, held: Block, values: Tensor, arrived: Mapping[str, IncomingTensor]
     ) -> Tensor:
         """Return a rank's part of a matrix with its adapter added."""
-        (rows, columns), r = held.box, arrived[path + A].tensor.shape[0]
+        rows, columns = held.box
+        if path + EMBEDDING_A in arrived:
+            r = arrived[path + EMBEDDING_A].tensor.shape[0]
+            a = _part(arrived[path + EMBEDDING_B], (columns, (0, r))).to(self._target)
+            b = _part(arrived[path + EMBEDDING_A], ((0, r), rows)).to(self._target)
+            return merge(values, a.T, b.T, self._scale)
+        r = arrived[path + A].tensor.shape[0]
         a = _part(arrived[path + A], ((0, r), columns)).to(self._target)
         b = _part(arrived[path + B], (rows, (0, r))).to(self._target)
         magnitude = None

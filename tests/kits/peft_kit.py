@@ -15,6 +15,10 @@ from hflow.data.batches.batch import Batch
 from hflow.training.interface import ModelBackend
 
 
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+OUTER = ("embed_tokens", "lm_head")
+
+
 def twin(backend: ModelBackend, base: Path, lora: OurConfig) -> PeftModel:
     """Return peft's model with adapters, and give the backend the same random ones.
 
@@ -25,7 +29,7 @@ def twin(backend: ModelBackend, base: Path, lora: OurConfig) -> PeftModel:
         lora_alpha=lora.alpha,
         use_rslora=lora.rslora,
         use_dora=lora.dora,
-        target_modules="all-linear",
+        target_modules=[*LINEAR, *(name for name in lora.targets if name in OUTER)],
         task_type="CAUSAL_LM",
     )
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)

@@ -165,6 +165,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "optim": dataclasses.replace(kit.SETTINGS.optim, on_nonfinite="skip"),
     },
     "lora": {"lora": LORA},
+    "outer lora": {
+        "lora": dataclasses.replace(LORA, targets=("all-linear", "embed_tokens", "lm_head")),
+        "architecture": kit.ARCHITECTURE | {"tie_word_embeddings": False},
+    },
     "dora": {"lora": dataclasses.replace(LORA, dora=True)},
     "lora recomputed in bf16": {
         "lora": LORA,
@@ -179,6 +183,7 @@ READ = {
     **{name: name for name in ("untied", "value", "bf16", "recomputed", "offloaded")},
     "lora": "recomputed",
     "dora": "recomputed",
+    "outer lora": "untied",
     "lora recomputed in bf16": "bf16",
 }
 """Variants that are built from a checkpoint, of which each rank reads its rows -> the saved variant."""

@@ -22,7 +22,7 @@ from hflow.planner.plan.request import trained_shape
 from hflow.planner.plan.traits import traits
 from hflow.shapes.architectures import FAMILIES, can_run
 from hflow.shapes.layout import RankOrder
-from hflow.shapes.model_shape import ModelShape
+from hflow.shapes.model_shape import EMBEDDING, OUTPUT, ModelShape
 
 if TYPE_CHECKING:
     from hflow.config.schema import LoraConfig
@@ -110,6 +110,8 @@ def find_merging(served: ServedModel) -> str | None:
     lora = served.config.lora
     if lora is not None and lora.dora:
         return "vllm's own adapters have no magnitudes (dora)"
+    if lora is not None and {EMBEDDING, OUTPUT}.intersection(lora.targets):
+        return "hflow adds those of embedding and output matrix to the weights of vllm"
     if lora is not None and lora.r > ADAPTER_RANKS[-1]:
         return f"vllm has no buffers for rank {lora.r} (at most {ADAPTER_RANKS[-1]})"
     if is_gpu(served.cluster.device) and served.config.compute_dtype != "bf16":

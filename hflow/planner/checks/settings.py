@@ -27,7 +27,17 @@ from hflow.planner.plan.optimizers import OPTIMIZERS, check_groups, optimizer_tr
 from hflow.planner.plan.request import PlanRequest, trained_shape
 from hflow.planner.plan.rows import BatchCut, EdgeRule, Replica
 from hflow.planner.plan.traits import first_with, traits
-from hflow.shapes.model_shape import kinds_of_layers, tensors
+from hflow.shapes.model_shape import (
+    A,
+    B,
+    EMBEDDING,
+    EMBEDDING_A,
+    EMBEDDING_B,
+    OUTPUT,
+    kinds_of_layers,
+    other_tensors,
+    tensors,
+)
 from hflow.types.kernels import AUTO_KERNELS
 
 MINIMUMS = {
@@ -171,6 +181,7 @@ def _check_lora(graph: Graph, name: str, request: PlanRequest) -> None:
             f"{key} is set, but the {config.backend} backend cannot train adapters; set "
             f"models.{name}.backend={first_with('has_adapters')}, or remove {key}"
         )
+    _check_lora_options(name, config)
     if config.kernels == "transformer_engine" or config.fp8 is not None:
         asked, instead = te_setting(name, config)
         raise PlanError(
@@ -188,14 +199,34 @@ def _check_lora(graph: Graph, name: str, request: PlanRequest) -> None:
         trained = trained_shape(shape, config.lora)
     except PlanError as error:
         raise PlanError(f"models.{name}.{error}") from None
-    sizes = {spec.shape[".lora_A." in spec.name]: spec for kind in kinds_of_layers(trained) for spec in kind}
+    specs = [spec for kind in (*kinds_of_layers(trained), other_tensors(trained)) for spec in kind]
+    sides = {A: 1, EMBEDDING_A: 1, B: 0, EMBEDDING_B: 0}
+    sizes = {x.shape[axis]: x for x in specs for end, axis in sides.items() if x.name.endswith(end)}
     if not sizes:
         raise PlanError(f"{key}.targets is empty, so nothing is trained; set {key}.targets=[all-linear]")
     if config.lora.r > min(sizes):
-        module = sizes[min(sizes)].name.split(".")[-3]
+        module = sizes[min(sizes)].name.partition(".lora_")[0].split(".")[-1]
         raise PlanError(
             f"{key}.r is {config.lora.r}, but {module} has only {min(sizes)} rows or columns; set "
             f"{key}.r={min(sizes)} or less"
+        )
+
+
+def _check_lora_options(name: str, config: ModelConfig) -> None:
+    """Raise if the backend cannot have adapters of a kind, or two options exclude each other."""
+    lora, key = config.lora, f"models.{name}.lora"
+    assert lora is not None
+    outer = next((target for target in (EMBEDDING, OUTPUT) if target in lora.targets), None)
+    if lora.dora and outer is not None:
+        raise PlanError(
+            f"{key}.dora is set, but {outer} has no magnitudes; remove it from {key}.targets, or set "
+            f"{key}.dora=false"
+        )
+    asked = f"{key}.dora is set" if lora.dora else f"{key}.targets has {outer}"
+    if (lora.dora or outer is not None) and not traits(config.backend).has_all_adapters:
+        raise PlanError(
+            f"{asked}, but the {config.backend} backend cannot train that; set "
+            f"models.{name}.backend={first_with('has_all_adapters')}, or remove it"
         )
 
 

@@ -67,6 +67,8 @@ class BackendTraits:
     """Whether a forward pass computes the prompt of a group once (`data/batches/shared_prefix.py`)."""
     has_adapters: bool = False
     """Whether it trains low-rank adapters (`models.NAME.lora`)."""
+    has_all_adapters: bool = False
+    """Whether these may be DoRA, and beside embedding and output matrix."""
     chooses_kernels: bool = False
     """Whether different kernels can compute its layers (`models.NAME.kernels`)."""
     compiles_layers: bool = False
@@ -112,6 +114,7 @@ Trait = Literal[
     "has_context_axis",
     "has_expert_axis",
     "has_adapters",
+    "has_all_adapters",
     "chooses_kernels",
     "compiles_layers",
     "has_own_process",
