@@ -3,12 +3,13 @@
 A module with an adapter computes `W x + scale * B A x` with the frozen weights W. Adapter weights are called
 as the module, `model.layers.0.self_attn.q_proj.lora_A.weight`, without peft's own parts of the name.
 
-With DoRA (Liu et al. 2024) it computes `m / |V| * V x`, where `V = W + scale * B A`, |V| is the length of each
-row, a constant for gradients (section 4.3), and the magnitude m is learned.
+With DoRA (Liu et al. 2024) it computes `m / |V| * V x`, where `V = W + scale * B A` and |V| is the length of
+each row, a constant for gradients (section 4.3). The magnitude m is learned.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,9 +25,11 @@ from transformers import PreTrainedModel
 
 from hflow.base.errors import BackendError, nearest
 from hflow.config.schema import ALL_LINEAR
+from hflow.models.dtypes import DTYPES
 from hflow.models.heads import head_prefix, save_head
 from hflow.models.hf_config import family_of
 from hflow.models.hub import hub_model
+from hflow.models.nf4 import Nf4Linear, rounded
 from hflow.models.settings import ModelSettings
 from hflow.shapes.model_shape import EMBEDDING, MAGNITUDE, OUTPUT
 
@@ -35,28 +38,38 @@ if TYPE_CHECKING:
 
 ADAPTER_FILE = "adapter_model.safetensors"
 """The weights of a saved adapter, as peft calls them."""
+ROUNDING_FILE = "base_rounding.json"
+"""How the weights beside a saved adapter were rounded."""
 _NAME = "default"
 """What peft calls the only adapter of a model."""
 
 
 def check_installed(settings: ModelSettings) -> None:
-    """Check that peft is installed if a model needs it.
+    """Check that peft and bitsandbytes are installed if a model needs them.
 
     Raises:
-        BackendError: if it is missing; says how to install it.
+        BackendError: if one is missing; says how to install it.
     """
-    if settings.lora is not None and find_spec("peft") is None:
+    lora, key = settings.lora, f"models.{settings.name}.lora"
+    if lora is not None and find_spec("peft") is None:
         raise BackendError(
-            f"models.{settings.name}.lora needs the package peft, which is not installed; install it with "
+            f"{key} needs the package peft, which is not installed; install it with "
             "pip install 'hflow-rl[lora]'"
+        )
+    if lora is not None and lora.base is not None and find_spec("bitsandbytes") is None:
+        raise BackendError(
+            f"{key}.base={lora.base} needs the package bitsandbytes, which is not installed; install it with "
+            "pip install 'hflow-rl[qlora]'"
         )
 
 
 def add_adapter(model: PreTrainedModel, settings: ModelSettings) -> None:
     """Add fp32 adapters to a model in place, with A drawn from its seed and B = 0, and freeze the rest.
 
-    The adapters have values on the CPU, also where the model's weights are on the meta device. Magnitudes have
-    none there, until `set_magnitudes`.
+    Matrices beside them are rounded to 4 bits if the settings say so.
+
+    The adapters have values on the CPU, also where the model's weights are on the meta device. There only
+    magnitudes have none, until `set_magnitudes`.
 
     Raises:
         BackendError: if peft is missing, or the model lacks a targeted module.
@@ -68,6 +81,9 @@ def add_adapter(model: PreTrainedModel, settings: ModelSettings) -> None:
         torch.manual_seed(settings.seed)
         inject_adapter_in_model(replace(_peft_config(model, settings), use_dora=False), model, _NAME)
     assert settings.lora is not None
+    if settings.lora.base == "nf4":
+        for parent, name, matrix in list(_matrices(model)):
+            setattr(parent, name, Nf4Linear(matrix))
     if settings.lora.dora:
         for layer in _adapted_layers(model):
             layer.lora_magnitude_vector[_NAME] = _Magnitude(layer.out_features)
@@ -105,7 +121,7 @@ class _Magnitude(nn.Module):
 
 
 class _Dora:
-    """DoRA as a variant of peft's layers, which passes the input through no identity matrix as peft's does."""
+    """DoRA as a variant of peft's layers. peft's own multiplies an identity matrix for each layer."""
 
     @staticmethod
     def forward(layer: Any, *, active_adapter: str, x: Tensor, result: Tensor, **_: Any) -> Tensor:
@@ -154,6 +170,20 @@ def adapter_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     return {part.sub("", name): weight for name, weight in named if ".lora_" in name}
 
 
+def base_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of a model but adapters, by HF name. Matrices in 4 bits are made whole one by one."""
+    for name, weight in base_parameters(model).items():
+        yield name, weight.detach()
+    for path, module in model.named_modules():
+        if isinstance(module, Nf4Linear):
+            yield f"{path.removesuffix('.base_layer')}.weight", module.weight
+
+
+def base_buffers(model: nn.Module) -> list[Tensor]:
+    """Return the memory of the matrices in 4 bits."""
+    return [x for module in model.modules() if isinstance(module, Nf4Linear) for x in module.buffers()]
+
+
 def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters of a model but adapters, by HF name."""
     named = model.named_parameters()
@@ -171,7 +201,7 @@ class OutputAdapter(NamedTuple):
 
 
 def output_adapter(head: nn.Module) -> tuple[nn.Linear, OutputAdapter | None]:
-    """Return a language model's output layer without its adapter, and the adapter, if it has one that is on."""
+    """Return a language model's output layer, and its adapter, if it has one that is on."""
     if isinstance(head, nn.Linear):
         return head, None
     layer: Any = head
@@ -209,17 +239,23 @@ def saved_peft_config(model: PreTrainedModel, settings: ModelSettings) -> PeftCo
 
 
 def write_adapter(
-    directory: Path, config: PeftConfig, head: str, weights: Mapping[str, Tensor]
+    directory: Path,
+    config: PeftConfig,
+    head: str,
+    weights: Mapping[str, Tensor],
+    rounding: Mapping[str, str] | None = None,
 ) -> list[Path]:
     """Write trained weights in peft's layout, so that `PeftModel.from_pretrained` and vLLM load them.
 
-    A value head has a file of its own. Returns the paths.
+    A value head has a file of its own, and so has the rounding of the weights beside adapters. Returns the
+    paths.
 
     Args:
         directory: made if necessary.
         config: what `saved_peft_config` returned.
         head: the kind of the model's head.
         weights: adapters and a scalar head's weights by name, whole.
+        rounding: what `rounding_of` returned.
     """
     directory.mkdir(parents=True, exist_ok=True)
     weights = dict(weights)
@@ -228,9 +264,27 @@ def write_adapter(
         names = [name for name in weights if name.startswith(prefix)]
         save_head(directory, {name.removeprefix(prefix): weights.pop(name) for name in names})
     config.save_pretrained(str(directory))
+    if rounding is not None:
+        (directory / ROUNDING_FILE).write_text(json.dumps(rounding) + "\n", encoding="utf-8")
     named = {f"base_model.model.{_file_name(name)}": x.contiguous() for name, x in weights.items()}
     save_file(named, directory / ADAPTER_FILE, metadata={"format": "pt"})
     return [path for path in directory.iterdir() if path.is_file()]
+
+
+def rounding_of(settings: ModelSettings) -> dict[str, str] | None:
+    """Return the format and the dtype of the rounded weights that a model's adapters are trained beside."""
+    lora = settings.lora
+    return None if lora is None or lora.base is None else {"base": lora.base, "dtype": settings.dtype}
+
+
+def round_base(model: PreTrainedModel, directory: Path) -> None:
+    """Round the weights of a model as those that a saved adapter was trained beside, if they were."""
+    file = directory / ROUNDING_FILE
+    if file.is_file():
+        dtype = DTYPES[json.loads(file.read_text(encoding="utf-8"))["dtype"]]
+        for _, _, matrix in _matrices(model):
+            weight = matrix.weight.data
+            matrix.weight.data = rounded(weight.to(dtype)).to(weight.dtype)
 
 
 def _file_name(name: str) -> str:
@@ -291,13 +345,17 @@ def _outer_targets(model: PreTrainedModel, head: str) -> set[str]:
 
 def _targets(model: PreTrainedModel) -> set[str]:
     """Return the names of the matrices of the decoder layers."""
+    paths = {module: path for path, module in model.named_modules()}
+    parents = ((paths[parent].rpartition(".")[2], name) for parent, name, _ in _matrices(model))
+    return {module if name == "base_layer" else name for module, name in parents}
+
+
+def _matrices(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
+    """Yield each matrix of the decoder layers but adapters, after the module that has it and its name."""
     layers = set(model._no_split_modules or ())
-    names = set()
     for module in _language_model(model).modules():
         if type(module).__name__ in layers:
-            names |= {
-                path.removesuffix(".base_layer").rpartition(".")[2]
-                for path, inner in module.named_modules()
-                if isinstance(inner, nn.Linear) and ".lora_" not in path
-            }
-    return names
+            for path, parent in module.named_modules():
+                for name, inner in parent.named_children():
+                    if isinstance(inner, nn.Linear) and ".lora_" not in f"{path}.":
+                        yield parent, name, inner

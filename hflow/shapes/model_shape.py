@@ -184,6 +184,8 @@ MAGNITUDE = "lora_magnitude_vector.weight"
 """End of the name of the lengths of a matrix's rows, `[outputs]`, which DoRA learns."""
 EMBEDDING_A, EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"
 """Ends of the names of an embedding's two matrices, `[r, V]` and `[D, r]`: their product is its transpose."""
+NF4_BLOCK, NF4_NESTED_BLOCK = 64, 256
+"""Numbers in 4 bits with one factor, and factors in 8 bits with one of their own."""
 ADAPTER_ENDS = (A, B, MAGNITUDE, EMBEDDING_A, EMBEDDING_B)
 
 DTYPE_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2}
@@ -289,6 +291,33 @@ def adapter_targets(shape: ModelShape) -> tuple[str, ...]:
     """Return the modules that adapters can be added to: matrices of layers, without routers and experts."""
     specs = [spec for kind in kinds_of_layers(replace(shape, adapter=None)) for spec in kind]
     return tuple(dict.fromkeys(_module(spec) for spec in specs if _is_linear(spec)))
+
+
+@lru_cache
+def nf4_bytes(shape: ModelShape) -> int:
+    """Return the bytes of the matrices of all layers in 4 bits.
+
+    Half a byte for each number, a byte for each of their blocks, 4 for each block of these, 4 of an offset,
+    and the tables of values, 16 and 256 numbers.
+    """
+    num_bytes = 0
+    for first, last in equal_layers(shape, 0, shape.num_layers):
+        for spec in layer_template(shape, first):
+            if spec.is_quantizable:
+                blocks = -(-spec.numel // NF4_BLOCK)
+                nested = -(-blocks // NF4_NESTED_BLOCK)
+                num_bytes += (last - first) * (-(-spec.numel // 2) + blocks + 4 * nested + 4 + 4 * (16 + 256))
+    return num_bytes
+
+
+@lru_cache
+def measured_matrices(shape: ModelShape) -> tuple[int, ...]:
+    """Return the elements of each matrix of a layer whose rows have magnitudes, given adapters' shape."""
+    specs = layer_template(shape)
+    columns = {spec.name.removesuffix(A): spec.shape[1] for spec in specs if spec.name.endswith(A)}
+    return tuple(
+        x.numel * columns[x.name.removesuffix(MAGNITUDE)] for x in specs if x.name.endswith(MAGNITUDE)
+    )
 
 
 def outer_targets(shape: ModelShape) -> tuple[str, ...]:

@@ -155,10 +155,7 @@ class MergedWeights(_Adapters):
                 shaped[slices_within(held.box, whole)] = values
             yield IncomingTensor(name, shaped, (held.box,), (block_checksum(held.block(values)),))
 
-
-    def _merge(
-        self, path: str, held: Block, values: Tensor, arrived: Mapping[str, IncomingTensor]
-    ) -> Tensor:
+    def _merge(self, path: str, held: Block, values: Tensor, arrived: Mapping[str, IncomingTensor]) -> Tensor:
         """Return a rank's part of a matrix with its adapter added."""
         rows, columns = held.box
         if path + EMBEDDING_A in arrived:

@@ -14,7 +14,6 @@ from hflow.config.schema import LoraConfig as OurConfig
 from hflow.data.batches.batch import Batch
 from hflow.training.interface import ModelBackend
 
-
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 OUTER = ("embed_tokens", "lm_head")
 

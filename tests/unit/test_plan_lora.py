@@ -167,8 +167,8 @@ def test_routes_have_the_adapters_alone():
             r"actor\.lora\.r is 64, but v_proj has only 32 rows or columns; set models\.actor\.lora\.r=32 or",
         ),
         (
-            {"lora": LoraConfig(targets=("embed_tokens",))},
-            "no matrix 'embed_tokens' .* embeddings, routers and experts have no adapters",
+            {"lora": LoraConfig(r=128, targets=("embed_tokens",))},
+            r"models\.actor\.lora\.r is 128, but embed_tokens has only 64 rows or columns",
         ),
         (
             {"backend": "megatron", "kernels": "transformer_engine"},

@@ -305,6 +305,7 @@ _LATER_KEYS: Mapping[str, Any] = {
     ".freeze": None,
     ".lora.rslora": False,
     ".lora.dora": False,
+    ".lora.base": None,
     ".images.min_pixels": None,
     ".images.max_pixels": None,
     ".fetch_images": False,

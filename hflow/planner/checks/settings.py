@@ -28,12 +28,13 @@ from hflow.planner.plan.request import PlanRequest, trained_shape
 from hflow.planner.plan.rows import BatchCut, EdgeRule, Replica
 from hflow.planner.plan.traits import first_with, traits
 from hflow.shapes.model_shape import (
-    A,
-    B,
     EMBEDDING,
     EMBEDDING_A,
     EMBEDDING_B,
     OUTPUT,
+    A,
+    B,
+    ModelShape,
     kinds_of_layers,
     other_tensors,
     tensors,
@@ -181,7 +182,7 @@ def _check_lora(graph: Graph, name: str, request: PlanRequest) -> None:
             f"{key} is set, but the {config.backend} backend cannot train adapters; set "
             f"models.{name}.backend={first_with('has_adapters')}, or remove {key}"
         )
-    _check_lora_options(name, config)
+    _check_lora_options(name, config, shape)
     if config.kernels == "transformer_engine" or config.fp8 is not None:
         asked, instead = te_setting(name, config)
         raise PlanError(
@@ -212,7 +213,7 @@ def _check_lora(graph: Graph, name: str, request: PlanRequest) -> None:
         )
 
 
-def _check_lora_options(name: str, config: ModelConfig) -> None:
+def _check_lora_options(name: str, config: ModelConfig, shape: ModelShape | None) -> None:
     """Raise if the backend cannot have adapters of a kind, or two options exclude each other."""
     lora, key = config.lora, f"models.{name}.lora"
     assert lora is not None
@@ -222,12 +223,24 @@ def _check_lora_options(name: str, config: ModelConfig) -> None:
             f"{key}.dora is set, but {outer} has no magnitudes; remove it from {key}.targets, or set "
             f"{key}.dora=false"
         )
-    asked = f"{key}.dora is set" if lora.dora else f"{key}.targets has {outer}"
-    if (lora.dora or outer is not None) and not traits(config.backend).has_all_adapters:
+    asked = {
+        f"{key}.dora is set": lora.dora,
+        f"{key}.targets has {outer}": outer is not None,
+        f"{key}.base is {lora.base}": lora.base is not None,
+    }
+    for option in (option for option, is_asked in asked.items() if is_asked):
+        if not traits(config.backend).has_all_adapters:
+            raise PlanError(
+                f"{option}, but the {config.backend} backend cannot train that; set "
+                f"models.{name}.backend={first_with('has_all_adapters')}, or remove it"
+            )
+    if lora.base is not None and config.compile:
         raise PlanError(
-            f"{asked}, but the {config.backend} backend cannot train that; set "
-            f"models.{name}.backend={first_with('has_all_adapters')}, or remove it"
+            f"{key}.base is {lora.base}, whose products are not compiled; set models.{name}.compile=false"
         )
+    if lora.base is not None and shape is not None and (shape.experts or shape.vision):
+        part = "experts" if shape.experts else "towers"
+        raise PlanError(f"{key}.base is {lora.base}, but models with {part} are not rounded yet; remove it")
 
 
 def _check_schedule(settings: ScheduleConfig, batch: int) -> None:

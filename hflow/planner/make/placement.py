@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import networkx as nx
 
+from hflow.base.errors import PlanError
 from hflow.graph.ir import Graph, Level, Node
 from hflow.graph.model import Model
 from hflow.graph.queries import data_flow, root_stream, saved_models, topological_order, written_models
@@ -80,12 +81,25 @@ def with_adapters(graph: Graph, replicas: tuple[Replica, ...], request: PlanRequ
         if replica in trainers.values():
             shape = request.trained_shape(replica.model)
             changed.append(replace(replica, adapter_parameters=num_parameters(shape) if shape else 0))
-        elif trainer is not None and model.name not in written and _are_alike(replica, trainer, request):
+        elif trainer is not None and model.name not in written:
             has_same_head = model.head == models[trainer.model].head
-            changed.append(replace(replica, base_of=trainer.name if has_same_head else ""))
+            is_shared = has_same_head and _are_alike(replica, trainer, request)
+            if not is_shared:
+                _check_copied_base(replica, trainer, request)
+            changed.append(replace(replica, base_of=trainer.name if is_shared else ""))
         else:
             changed.append(replica)
     return tuple(changed)
+
+
+def _check_copied_base(replica: Replica, trainer: Replica, request: PlanRequest) -> None:
+    """Refuse a copy of weights that the trainer has in 4 bits, as it would have others."""
+    lora, key = request.model(trainer.model).lora, f"models.{trainer.model}.lora.base"
+    if lora is not None and lora.base is not None:
+        raise PlanError(
+            f"{key} is {lora.base}, and {replica.name} would have a copy of the weights that is not rounded; "
+            f"give it the devices, layout, backend and dtype of {trainer.name}, or remove {key}"
+        )
 
 
 def _are_alike(replica: Replica, trainer: Replica, request: PlanRequest) -> bool:

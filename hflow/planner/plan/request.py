@@ -96,8 +96,9 @@ def trained_shape(shape: ModelShape, lora: LoraConfig | None) -> ModelShape:
     for name in (chosen := lora.chosen(of_layers)):
         if name not in known:
             raise PlanError(
-                f"lora.targets: the {shape.family} model has no matrix {name!r}{nearest(name, known)} (known: "
-                f"{ALL_LINEAR}, {', '.join(known)}; routers, experts and a tied embedding have no adapters)"
+                f"lora.targets: the {shape.family} model has no matrix {name!r}{nearest(name, known)} "
+                f"(known: {ALL_LINEAR}, {', '.join(known)}; routers, experts and a tied embedding have no "
+                "adapters)"
             )
     return adapted_shape(shape, lora.r, chosen, has_magnitudes=lora.dora)
 

@@ -68,7 +68,7 @@ class BackendTraits:
     has_adapters: bool = False
     """Whether it trains low-rank adapters (`models.NAME.lora`)."""
     has_all_adapters: bool = False
-    """Whether these may be DoRA, and beside embedding and output matrix."""
+    """Whether these may be DoRA, of embedding and output matrix, and beside matrices in 4 bits."""
     chooses_kernels: bool = False
     """Whether different kernels can compute its layers (`models.NAME.kernels`)."""
     compiles_layers: bool = False

@@ -19,7 +19,7 @@ from typing_extensions import override
 from hflow.base.durable_files import WriteFiles
 from hflow.base.errors import BackendError
 from hflow.data.batches.batch import Batch
-from hflow.models.adapter import adapter_weights, adapters_off, set_magnitudes
+from hflow.models.adapter import adapter_weights, adapters_off, base_buffers, set_magnitudes
 from hflow.models.device import local_device
 from hflow.models.dtypes import DTYPES
 from hflow.models.expert_replay import let_routers_replay
@@ -72,7 +72,8 @@ class TorchModel(ModelBackend):
         group = position.group
         self.group = group if group is not None and group.size() > 1 else None
         self._layout = position.layout if self.group is not None else Layout()
-        self._model, head = build_model(settings, is_sharded=self.group is not None)
+        is_rounded = settings.lora is not None and settings.lora.base is not None  # every rank has all of it
+        self._model, head = build_model(settings, is_sharded=self.group is not None and not is_rounded)
         self._runner = self._make_runner(head)
         self._optimizer = self._make_optimizer() if settings.trainable else None
         optimizer_states = tuple if self._optimizer is None else self._optimizer.states
@@ -84,7 +85,8 @@ class TorchModel(ModelBackend):
         """Return this rank's shard of every weight. Weights that FSDP has gathered are freed first."""
         module = self._runner.module
         reshard(module)
-        return [local_shard(weight.detach()) for weight in module.parameters()]
+        shards = [local_shard(weight.detach()) for weight in module.parameters()]
+        return [*shards, *base_buffers(self._model)]
 
     def _make_optimizer(self) -> TorchOptimizer:
         """Return the optimizer of the weights that are trained, in the module's order."""
