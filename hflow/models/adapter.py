@@ -85,12 +85,17 @@ def add_adapter(model: PreTrainedModel, settings: ModelSettings) -> None:
         for parent, name, matrix in list(_matrices(model)):
             setattr(parent, name, Nf4Linear(matrix))
     if settings.lora.dora:
-        for layer in _adapted_layers(model):
-            layer.lora_magnitude_vector[_NAME] = _Magnitude(layer.out_features)
-            layer.lora_variant[_NAME] = _Dora
-        set_magnitudes(model)
+        add_magnitudes(model)
     for weight in adapter_weights(model).values():
         weight.data = weight.data.float()
+
+
+def add_magnitudes(model: nn.Module) -> None:
+    """Let the adapters of a model compute as DoRA does."""
+    for layer in _adapted_layers(model):
+        layer.lora_magnitude_vector[_NAME] = _Magnitude(layer.out_features)
+        layer.lora_variant[_NAME] = _Dora
+    set_magnitudes(model)
 
 
 @torch.no_grad()

@@ -88,6 +88,8 @@ def _quantized(weight: Tensor) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _whole(buffers: Any, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    if buffers["packed"].is_meta:
+        return torch.empty(shape, dtype=dtype, device="meta")
     from bitsandbytes.functional import QuantState, dequantize_4bit
 
     nested = QuantState(

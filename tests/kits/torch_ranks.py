@@ -150,6 +150,7 @@ def reductions(rank: int, group: Any) -> dict[Any, float]:
     return losses
 
 
+HAS_BITSANDBYTES = find_spec("bitsandbytes") is not None
 LORA = LoraConfig(r=4, alpha=8, save_merged=True)
 VARIANTS: dict[str, dict[str, Any]] = {
     "untied": {"architecture": kit.ARCHITECTURE | {"tie_word_embeddings": False}},
@@ -169,6 +170,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "lora": dataclasses.replace(LORA, targets=("all-linear", "embed_tokens", "lm_head")),
         "architecture": kit.ARCHITECTURE | {"tie_word_embeddings": False},
     },
+    **({"rounded lora": {"lora": dataclasses.replace(LORA, base="nf4")}} if HAS_BITSANDBYTES else {}),
     "dora": {"lora": dataclasses.replace(LORA, dora=True)},
     "lora recomputed in bf16": {
         "lora": LORA,
