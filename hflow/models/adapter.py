@@ -145,7 +145,7 @@ class _Dora:
             lengths = torch.linalg.vector_norm(moved, dim=1)
             del moved
         factor = layer.lora_magnitude_vector[_NAME].weight / lengths
-        scaled = factor * torch.add(result, b(a(x)), alpha=scale)
+        scaled: Tensor = factor * torch.add(result, b(a(x)), alpha=scale)
         return scaled if base.bias is None else scaled + (1 - factor) * base.bias
 
 

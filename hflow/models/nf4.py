@@ -108,4 +108,5 @@ def _whole(buffers: Any, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         offset=buffers["offset"],
         state2=nested,
     )
-    return dequantize_4bit(buffers["packed"], state)
+    whole: Tensor = dequantize_4bit(buffers["packed"], state)
+    return whole

@@ -118,7 +118,16 @@ TRL_CASES: list[dict[str, Any]] = [
         "steps_per_generation": 4,
         "entropy_coef": 0.0,
     },
-    {**TRL_BASE, "loss_type": "dapo", "entropy_coef": 0.01, "use_peft": True, "lora_r": 8, "lora_alpha": 8}
+    {
+        **TRL_BASE,
+        "loss_type": "dapo",
+        "entropy_coef": 0.01,
+        "use_peft": True,
+        "lora_r": 8,
+        "lora_alpha": 8,
+        "use_dora": True,
+        "load_in_4bit": True,
+    }
     | {"lora_target_modules": ["q_proj"], "lora_dropout": 0.0},
     {**TRL_BASE, "loss_type": "vespo", "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0}
     | {"vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0, "off_policy_mask_threshold": 0.5},

@@ -208,7 +208,7 @@ class _Logprobs(torch.autograd.Function):
                 grad_bias += logits.sum(0)
             if grad_low is not None:
                 torch.mm(logits, b, out=grad_low[chunk])
-            if grad_b is not None:
+            if grad_b is not None and part_low is not None:
                 grad_b.addmm_(logits.T, part_low)
             del logits
         return grad_rows, grad_weight, grad_bias, grad_low, grad_b, *[None] * 5
