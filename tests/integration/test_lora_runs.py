@@ -165,6 +165,11 @@ def test_random_weights_and_a_missing_package_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=r"starts from random ones; set models\.actor\.path"):
         run(RECIPE, tmp_path, *COMMON, "models.actor.path=null")
+    monkeypatch.setattr("hflow.models.adapter.find_spec", lambda name: name == "peft" or None)
+    with pytest.raises(
+        BackendError, match=r"base=nf4 needs the package bitsandbytes, .* 'hflow-rl\[qlora\]'"
+    ):
+        run(RECIPE, tmp_path, *COMMON, "models.actor.lora={r: 4, base: nf4}", base)
     monkeypatch.setattr("hflow.models.adapter.find_spec", lambda name: None)
     with pytest.raises(BackendError, match=r"needs the package peft, .* pip install 'hflow-rl\[lora\]'"):
         run(RECIPE, tmp_path, *COMMON, base)
