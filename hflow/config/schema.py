@@ -173,6 +173,22 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, config=CHECKED)
+class BalanceConfig:
+    """How the experts of a trained mixture are kept equally busy: `models.NAME.balance`."""
+
+    coefficient: StrictFloat = Field(default=0.0, ge=0)
+    """Factor of a loss that is added in every layer with experts: the sum of f * P over them, which is 1 if
+    all have the same load. f is an expert's load relative to the mean, P its mean probability."""
+    over: Literal["sequence", "batch"] | None = None
+    """The tokens that f and P belong to. `sequence`: those of a sequence, of which the loss is the mean.
+    `batch`: those of all sequences of an optimizer step, which a forward pass before the others counts. null:
+    `sequence`."""
+    bias_rate: StrictFloat = Field(default=0.0, ge=0)
+    """What each optimizer step adds to the bias of an expert that was chosen less often than the mean, and
+    takes from that of one chosen more often; for families whose routers choose by biased scores."""
+
+
+@dataclass(frozen=True, config=CHECKED)
 class ImagesConfig:
     """How a model that sees gets images: `models.NAME.images`."""
 
@@ -259,6 +275,9 @@ class ModelConfig:
     """Use megatron's sequence parallelism; null: on CUDA, where it saves memory at no cost."""
     lora: LoraConfig | None = None
     """Train low-rank adapters beside frozen weights, as in `{r: 16, alpha: 32}`; null: train the weights."""
+    balance: BalanceConfig | None = None
+    """Balance the load of a mixture's experts while it trains, as in `{coefficient: 1e-3}` or `{bias_rate:
+    1e-3}`; null: the router is trained by the recipe's loss alone."""
     optim: OptimConfig = Field(default_factory=OptimConfig)
     """The optimizer of a trained model."""
     gen: GenConfig = Field(default_factory=GenConfig)

@@ -90,6 +90,12 @@ ARCHITECTURES = {
         "norm_topk_prob": True,
     },
     "untied": {"model_type": "qwen3", **SIZES, "tie_word_embeddings": False, "num_key_value_heads": 1},
+    "windows": {
+        "model_type": "gemma3_text",
+        **SIZES,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
 }
 ADAPTED = {
     "adapters": (
@@ -313,8 +319,10 @@ ENGINES = {
         ("embedded", "dora", 1),
         ("embedded", "outer-adapters", 1),
         ("embedded", "rounded", 1),
+        ("embedded", "windows", 1),
         ("vllm", "tied", 1),
         ("vllm", "untied", 2),
+        ("vllm", "windows", 1),
         ("vllm", "experts", 1),
         ("vllm", "experts", 2),
         ("vllm", "adapters", 1),

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import family_kit
 import numpy as np
 import reduction_cases
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 import torch_kit as kit
 from memory_kit import peak
 
-from hflow.config.schema import LoraConfig
+from hflow.config.schema import BalanceConfig, LoraConfig
 from hflow.data.batches.batch import Batch
 from hflow.training import hf_files
 from hflow.training.fsdp import build, weight_export
@@ -159,6 +160,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "recomputed": {"activation_checkpointing": True},
     "offloaded": {"offload": "all"},
     "replayed": {"architecture": kit.MIXED, "activation_checkpointing": True},
+    "balanced": {
+        "architecture": family_kit.architecture("deepseek_v3"),
+        "balance": BalanceConfig(coefficient=0.5, over="batch", bias_rate=1e-3),
+        "activation_checkpointing": True,
+    },
     "gathered once": {"zero_stage": 2},
     "gradients summed once": {
         "zero_stage": 1,

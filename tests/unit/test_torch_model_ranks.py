@@ -80,6 +80,17 @@ def test_experts_that_an_engine_chose(ranks):
     assert wanted[0]["rerouted"] > 0.5
 
 
+def test_balanced_experts_and_their_biases(ranks):
+    """The tokens of the minibatch are counted first, on both ranks."""
+    changes = torch_ranks.VARIANTS["balanced"] | {"activation_checkpointing": False}
+    wanted = train_here(kit.CALLS["token-mean"], **changes)
+    assert_same(ranks["balanced"], wanted)
+    assert wanted[0]["balance_loss"] > 1
+    moved = [x for name, x in wanted[1].items() if name.endswith("e_score_correction_bias")]
+    assert len(moved) == 3
+    assert all(bias.abs().max() > 0.9e-3 for bias in moved)
+
+
 def test_offloading_changes_no_bit(ranks):
     (metrics, weights), (wanted, others) = ranks["offloaded"], ranks["token-mean"]
     assert metrics == wanted

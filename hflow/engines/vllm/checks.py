@@ -20,7 +20,7 @@ from hflow.planner.forecast.memory.parts import QUANTIZED_ROWS
 from hflow.planner.models.descriptors import InstallProblem, ServedModel
 from hflow.planner.plan.request import trained_shape
 from hflow.planner.plan.traits import traits
-from hflow.shapes.architectures import FAMILIES, can_run
+from hflow.shapes.architectures import KNOWN_FAMILIES, knows_tensors
 from hflow.shapes.layout import RankOrder
 from hflow.shapes.model_shape import EMBEDDING, OUTPUT, ModelShape
 
@@ -132,7 +132,7 @@ def check(served: ServedModel) -> Iterator[str]:
     """Yield why vLLM cannot serve a model, each with what to set instead."""
     replica, shape = served.replica, served.shape
     key = f"models.{replica.model}"
-    if shape is None or not can_run(shape):
+    if shape is None or not knows_tensors(shape):
         need = f"{replica.name}: vllm needs to know the tensors of the model"
         if served.family is None:
             yield (
@@ -141,8 +141,8 @@ def check(served: ServedModel) -> Iterator[str]:
             )
         else:
             yield (
-                f"{need}, which the planner knows for {', '.join(FAMILIES)}, but not for {served.family}. "
-                f"Set {key}.gen.engine=embedded."
+                f"{need}, which the planner knows for {', '.join(KNOWN_FAMILIES)}, but not for "
+                f"{served.family}. Set {key}.gen.engine=embedded."
             )
         return
     if shape.head != "lm":

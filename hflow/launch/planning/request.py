@@ -306,6 +306,7 @@ _LATER_KEYS: Mapping[str, Any] = {
     ".lora.rslora": False,
     ".lora.dora": False,
     ".lora.base": None,
+    ".balance": None,
     ".images.min_pixels": None,
     ".images.max_pixels": None,
     ".fetch_images": False,

@@ -27,6 +27,7 @@ from hflow.planner.plan.optimizers import OPTIMIZERS, check_groups, optimizer_tr
 from hflow.planner.plan.request import PlanRequest, trained_shape
 from hflow.planner.plan.rows import BatchCut, EdgeRule, Replica
 from hflow.planner.plan.traits import first_with, traits
+from hflow.shapes.architectures import ROUTERS
 from hflow.shapes.model_shape import (
     EMBEDDING,
     EMBEDDING_A,
@@ -80,6 +81,7 @@ def check_request(graph: Graph, request: PlanRequest) -> None:
                 "sends its own tokens to them, which is sequence parallelism; remove it"
             )
         _check_lora(graph, name, request)
+        _check_balance(graph, name, request)
         if name in trained_models(graph):
             _check_optimizer(name, request)
             _check_host_steps(name, config)
@@ -105,6 +107,49 @@ def _check_optimizer(name: str, request: PlanRequest) -> None:
         raise PlanError(
             f"models.{name}.optim.name is {config.optim.name}, which is for matrices of layers, but none of "
             f"{name} is trained; set models.{name}.optim.name={OPTIMIZERS.default}"
+        )
+
+
+def _check_balance(graph: Graph, name: str, request: PlanRequest) -> None:
+    """Raise if the balance of experts has no effect, or cannot be computed."""
+    config, shape, family = request.model(name), request.shapes.get(name), request.families.get(name)
+    balance, key = config.balance, f"models.{name}.balance"
+    if balance is None:
+        return
+    if name not in trained_models(graph):
+        raise PlanError(f"{key} is set, but no node trains {name}; remove it")
+    if not balance.coefficient and not balance.bias_rate:
+        raise PlanError(f"{key} has neither a loss nor a bias; set {key}.coefficient or {key}.bias_rate")
+    if balance.over is not None and not balance.coefficient:
+        raise PlanError(f"{key}.over is {balance.over}, but {key}.coefficient is 0; set it, or remove over")
+    if config.compile:
+        raise PlanError(
+            f"{key} is set, but compiled layers do not balance experts; set models.{name}.compile=false"
+        )
+    if shape is not None and shape.experts is None:
+        raise PlanError(f"{key} is set, but {name} has no experts (family {shape.family}); remove it")
+    router = ROUTERS.get(family or "")
+    if family is not None and router is None:
+        raise PlanError(
+            f"{key} is set, but experts are balanced in models of family {', '.join(ROUTERS)}, not {family}; "
+            "remove it"
+        )
+    if balance.bias_rate and router is not None and not router.has_bias:
+        biased = ", ".join(name for name, router in ROUTERS.items() if router.has_bias)
+        raise PlanError(
+            f"{key}.bias_rate is {balance.bias_rate:g}, but routers of family {family} have no bias, unlike "
+            f"those of {biased}; set {key}.coefficient in its place"
+        )
+    if balance.bias_rate and config.lora is not None:
+        raise PlanError(
+            f"{key}.bias_rate is {balance.bias_rate:g}, but only adapters are trained, saved and sent; set "
+            f"{key}.coefficient in its place"
+        )
+    averaging = [node.spec for node in graph.nodes if node.spec.verb == "update" and name in node.spec.models]
+    if balance.bias_rate and averaging:
+        raise PlanError(
+            f"{key}.bias_rate is {balance.bias_rate:g}, but {averaging[0].name} "
+            f"({averaging[0].where}) updates weights alone; set {key}.coefficient in its place"
         )
 
 

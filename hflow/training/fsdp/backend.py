@@ -22,12 +22,14 @@ from hflow.data.batches.batch import Batch
 from hflow.models.adapter import adapter_weights, adapters_off, base_buffers, set_magnitudes
 from hflow.models.device import local_device
 from hflow.models.dtypes import DTYPES
+from hflow.models.expert_balance import ExpertBalance, let_routers_balance, routers_of
 from hflow.models.expert_replay import let_routers_replay
 from hflow.models.hf_config import family_of
 from hflow.models.host_copy import HostCopies
 from hflow.models.host_offload import HostOffload
 from hflow.models.packed_attention import PACKED, packed_attention
 from hflow.models.settings import ModelSettings, RankPosition
+from hflow.shapes.architectures import ROUTERS, SCORE_BIAS
 from hflow.shapes.layout import Layout
 from hflow.training.fsdp.build import build_model
 from hflow.training.fsdp.held_weights import draw_held_weights, load_held_weights
@@ -129,6 +131,7 @@ class TorchModel(ModelBackend):
             compile_layers(layers, settings.name)
         else:
             let_routers_replay(layers)
+        balance = self._make_balance(layers, device)
         place_model(module, layers, device, dtype, self.group, self._layout)
         if settings.activation_checkpointing:
             recompute_layers(layers)
@@ -142,7 +145,23 @@ class TorchModel(ModelBackend):
             for weight in module.parameters():  # memory of a mapped checkpoint cannot be freed
                 weight.data = weight.data.clone()
         splitter = MicrobatchSplitter(settings.tokens_per_microbatch, settings.head, self.group, device)
-        return TorchRunner(module, device, dtype, self.group, splitter, settings.zero_stage)
+        return TorchRunner(module, device, dtype, self.group, splitter, settings.zero_stage, balance)
+
+    def _make_balance(self, layers: Iterable[nn.Module], device: torch.device) -> ExpertBalance | None:
+        """Return the balance of the experts, which its routers compute; None: they are not balanced."""
+        config, family = self.settings.balance, self._model.config.model_type
+        if config is None:
+            return None
+        if family not in ROUTERS:
+            raise BackendError(
+                f"models.{self.settings.name}.balance is set, but experts are balanced in models of family "
+                f"{', '.join(ROUTERS)}, not {family}; remove it"
+            )
+        let_routers_balance(layers, ROUTERS[family])
+        routers = [router for _, router in routers_of(layers, ROUTERS[family])]
+        num_experts, per_token = routers[0].weight.shape[0], routers[0].top_k
+        biases = tuple(getattr(router, SCORE_BIAS) for router in routers) if config.bias_rate else ()
+        return ExpertBalance(config, len(routers), num_experts, per_token, device, self.group, biases=biases)
 
     @override
     def infer(self, call: NodeCall, shards: Sequence[Batch]) -> list[Batch]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from hflow.models.adapter import output_adapter
+from hflow.models.expert_balance import BALANCED
 from hflow.models.expert_replay import REPLAYED
 from hflow.models.host_offload import activations_in_host_memory
 from hflow.training.loop.inputs import PackedBatch
@@ -70,9 +71,10 @@ class PackedModel(nn.Module):
             get_requested: returns the set that `LmOutput` shares between micro-batches. FSDP would pass on a
                 copy of the set itself.
         """
-        replayed = {} if packed.replayed is None else {REPLAYED: packed.replayed}
+        of_routers = {REPLAYED: packed.replayed, BALANCED: packed.balanced}
+        passed = {name: value for name, value in of_routers.items() if value is not None}
         with activations_in_host_memory(self.offload_activations):
-            hidden = self._hidden(packed, packed_layout=packed.layout, **replayed)
+            hidden = self._hidden(packed, packed_layout=packed.layout, **passed)
         if consume is None:
             zero: Tensor = self.head(hidden[:0]).sum()
             return zero

@@ -20,6 +20,7 @@ from hflow.models.expert_tensors import stacked_views
 from hflow.models.heads import head_prefix, saved_config
 from hflow.models.host_copy import HostCopies
 from hflow.models.settings import MERGED, ModelSettings
+from hflow.shapes.architectures import SCORE_BIAS
 from hflow.training.fsdp.optimizer import local_shard
 from hflow.training.fsdp.shard_collectives import gather_in_place, replicate_index, shard_group
 from hflow.training.hf_files import Copies, FileDivision, check_is_shared
@@ -243,7 +244,7 @@ def _whole_tensors(
     prefix = head_prefix(kind) if kind == "value" else None
     ignored = set(model._keys_to_ignore_on_save or ())
     return {
-        name: torch.empty(x.shape, dtype=dtype if x.is_floating_point() else x.dtype, device="meta")
+        name: torch.empty(x.shape, dtype=_dtype_of(name, x, dtype), device="meta")
         for name, x in stored
         if name not in ignored and (prefix is None or not name.startswith(prefix))
     }
@@ -288,7 +289,7 @@ def gather_tensors(named: Iterable[Named], dtype: torch.dtype) -> Iterator[Named
     bucket: list[tuple[str, DTensor]] = []
     num_bytes = 0
     for name, tensor in named:
-        cast = tensor.to(dtype) if tensor.is_floating_point() else tensor
+        cast = tensor.to(_dtype_of(name, tensor, dtype))
         if not isinstance(cast, DTensor):
             yield name, cast
             continue
@@ -299,6 +300,14 @@ def gather_tensors(named: Iterable[Named], dtype: torch.dtype) -> Iterator[Named
             bucket, num_bytes = [], 0
     if bucket:
         yield from _gather_bucket(bucket)
+
+
+def _dtype_of(name: str, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a tensor is sent and saved: `dtype`, but for integers and biases of scores.
+
+    transformers keeps these in fp32 in models of any dtype, as their steps are small.
+    """
+    return dtype if tensor.is_floating_point() and not name.endswith(f".{SCORE_BIAS}") else tensor.dtype
 
 
 def collect_tensors(
@@ -316,7 +325,7 @@ def collect_tensors(
         receiver_of: returns the rank to which alone a tensor is yielded.
     """
     for name, tensor in named:
-        wanted = dtype if tensor.is_floating_point() else tensor.dtype
+        wanted = _dtype_of(name, tensor, dtype)
         if isinstance(tensor, DTensor):
             whole = _gather_pieces(tensor, wanted, receiver_of(name), host)
             if whole is not None:

@@ -75,7 +75,7 @@ class MicroBatch:
     tokens: int
     """T, packed."""
     num_learned: int
-    """N: the tokens whose logits are needed."""
+    """N: the tokens whose logits are needed. With `observed=`, these may be all."""
     num: int
     """Micro-batches of a minibatch."""
     pads: bool
@@ -120,9 +120,10 @@ def largest_microbatch(
     if images is not None:  # most of them where each response has one token and belongs to another prompt
         fitting = max(1, tokens // (workload.prompt + 1))
         num_images = images.count * min(fitting, num_groups, num_samples)
+    share_of_outputs = workload.max_response if node.spec.option("observed") is None else longest
     return MicroBatch(
         tokens=tokens,
-        num_learned=-(-tokens * workload.max_response // longest),
+        num_learned=-(-tokens * share_of_outputs // longest),
         num=-(-share // tokens),
         pads=workload.response_cv > 0,
         patches=0 if images is None else num_images * images.load.patches,
