@@ -28,6 +28,7 @@ SECTIONS = {
     "GenConfig": "models.NAME.gen",
     "ImagesConfig": "models.NAME.images",
     "LoraConfig": "models.NAME.lora",
+    "BalanceConfig": "models.NAME.balance",
     "DataConfig": "data.NAME",
     "WeightedSourceConfig": "data.NAME.sources.SOURCE",
     "ReportConfig": "report",

@@ -7,6 +7,7 @@ page links to becomes a page too, so that no link leaves the site. Comments fill
     <!-- module: hflow.algo -->         those of all public names of a module
     <!-- configuration: -->             the keys of the configuration
     <!-- commands: -->                  the commands of `hflow`
+    <!-- families: -->                  the families of models, and what runs them
 
 They take the place of what `repository.py` writes below each comment for readers of the repository, down to
 `<!-- end -->`.
@@ -25,6 +26,7 @@ from typing import Any
 
 from command_line import command_sections
 from configuration import key_tables
+from families import family_table
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
@@ -106,6 +108,8 @@ def _filled(comment: re.Match[str]) -> str:
         return key_tables()
     if kind == "commands":
         return command_sections()
+    if kind == "families":
+        return family_table()
     if kind == "module":
         options = {"heading_level": 2, "show_root_heading": False, "show_root_toc_entry": False}
         return _directive(text, options)

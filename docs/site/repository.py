@@ -23,6 +23,7 @@ from typing import Annotated, Any, get_origin
 
 from command_line import command_sections
 from configuration import key_tables
+from families import family_table
 
 import hflow
 import hflow.extend
@@ -30,7 +31,8 @@ import hflow.extend
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs/reference"
 COMMENT = re.compile(
-    r"^<!-- (names|module|configuration|commands):([^\n]*) -->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL
+    r"^<!-- (names|module|configuration|commands|families):([^\n]*) -->\n.*?^<!-- end -->$",
+    re.MULTILINE | re.DOTALL,
 )
 
 
@@ -49,6 +51,8 @@ def _tables(kind: str, text: str) -> str:
         return key_tables()
     if kind == "commands":
         return command_sections()
+    if kind == "families":
+        return family_table()
     if kind == "module":
         return _name_table(_public(import_module(text)))
     names = [name.removesuffix("()") for name in text.split()]

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from functools import cache
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +44,19 @@ _VARLEN_GROUPS_QUERIES = "enable_gqa" in signature(varlen_attn).parameters
 _NAMES = {dtype: name for name, dtype in SAVED_DTYPES.items()}
 
 
+class Reach(NamedTuple):
+    """What a causal query attends to besides, or less than, all keys up to its own."""
+
+    window: int | None = None
+    """The last keys only, its own included; None: all."""
+    sinks: Tensor | None = None
+    """`[H]`: for each head, the score of attending to nothing (gpt-oss); None: heads have none."""
+
+
+CAUSAL = Reach()
+"""All keys up to a query's own."""
+
+
 def kernel_of(device: torch.device, dtype: torch.dtype) -> AttentionKernel:
     """Return the kernel for packed sequences on a device.
 
@@ -67,6 +80,7 @@ def varlen_attention(
     cumulative: tuple[Tensor, Tensor],
     longest: tuple[int, int],
     scaling: float | None,
+    window: int | None = None,
 ) -> Tensor:
     """Compute causal attention within each of S sequences: q `[T, H, d]`, k `[K, G, d]` -> `[T, H, w]`.
 
@@ -80,9 +94,10 @@ def varlen_attention(
         cumulative: int32 `[S + 1]` both: where the queries, and where the keys of each sequence begin.
         longest: most queries, and most keys of a sequence.
         scaling: factor of the scores; None for `d ** -0.5`.
+        window: see `Reach`.
     """
     num_calls[kernel] += 1
-    width = v.shape[-1]
+    width, reached = v.shape[-1], (-1 if window is None else window - 1, 0)
     if width < q.shape[-1]:  # all of the kernels take one head size
         v = pad(v, (0, q.shape[-1] - width))
     if kernel in FLASH_MODULES:
@@ -92,6 +107,7 @@ def varlen_attention(
             softmax_scale=scaling,
             causal=True,
             deterministic=torch.are_deterministic_algorithms_enabled(),
+            window_size=reached,
         )
         return out[..., :width]
     assert kernel is AttentionKernel.VARLEN
@@ -100,7 +116,7 @@ def varlen_attention(
         grouped["enable_gqa"] = True
     else:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    attended = varlen_attn(q, k, v, *cumulative, *longest, scale=scaling, window_size=(-1, 0), **grouped)
+    attended = varlen_attn(q, k, v, *cumulative, *longest, scale=scaling, window_size=reached, **grouped)
     assert isinstance(attended, Tensor)
     return attended[..., :width]
 
@@ -130,8 +146,31 @@ def padded_attention(
     )
 
 
+def reaching_attention(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, reach: Reach) -> Tensor:
+    """Compute causal attention of sequences of one length: as `padded_attention`, with L keys.
+
+    A sink is a key of zeros, behind the others, whose score is in the mask. It has no value.
+    """
+    (window, sinks), length = reach, q.shape[2]
+    if sinks is None and (window is None or window >= length):
+        return padded_attention(q, k, v, scaling)
+    positions = torch.arange(length, device=q.device)
+    mask = additive_mask(positions, length, q.dtype, window).view(1, 1, length, length)
+    if sinks is not None:
+        k, v = (pad(x, (0, 0, 0, 1)) for x in (k, v))
+        heads = (1, len(sinks), length, -1)
+        mask = torch.cat((mask.expand(heads), sinks.to(q.dtype).view(1, -1, 1, 1).expand(heads)), dim=-1)
+    return padded_attention(q, k, v, scaling, mask)
+
+
 def decode_attention(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, scaling: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    scaling: float,
+    reach: Reach = CAUSAL,
 ) -> Tensor:
     """Compute attention of one query per sequence over its cached tokens, which are in pages of P tokens.
 
@@ -141,31 +180,42 @@ def decode_attention(
     Args:
         q: queries `[S, H, d]`.
         k: keys `[pages, G, P, d]`.
-        v: values, shaped as keys.
+        v: values, as keys; of another size in latent attention.
         table: int32 `[S, N]`: the pages of each sequence, in order. Those behind its tokens are not read.
         lengths: int32 `[S]`, at least 1: the cached tokens of each sequence, its last one included.
         scaling: factor of the scores.
+        reach: what hflow's kernel does not compute, as it does no values of another size.
 
     Returns:
         `[S, H, d]`.
     """
-    if decode_kernel(q.device.type, _NAMES[q.dtype]) is AttentionKernel.TRITON:
+    is_plain = reach.window is None and reach.sinks is None and v.shape == k.shape
+    if is_plain and decode_kernel(q.device.type, _NAMES[q.dtype]) is AttentionKernel.TRITON:
         from hflow.models.decode_kernel import triton_decode_attention
 
         num_calls[AttentionKernel.TRITON] += 1
         return triton_decode_attention(q, k, v, table, lengths, scaling)
     k, v = (x[table].transpose(1, 2).flatten(2, 3) for x in (k, v))
-    return cached_attention(q, k, v, additive_mask(lengths - 1, k.shape[2], q.dtype), scaling)
+    mask = additive_mask(lengths - 1, k.shape[2], q.dtype, reach.window)
+    return cached_attention(q, k, v, mask, scaling, reach.sinks)
 
 
-def additive_mask(positions: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """Return a mask `[N, 1, 1, length]`: 0 up to each row's position, minus infinity after it."""
-    is_later = torch.arange(length, device=positions.device) > positions[:, None]
+def additive_mask(positions: Tensor, length: int, dtype: torch.dtype, window: int | None = None) -> Tensor:
+    """Return a mask `[N, 1, 1, length]`: 0 up to each row's position, or in the window that ends there.
+
+    It is minus infinity elsewhere.
+    """
+    keys = torch.arange(length, device=positions.device)
+    is_outside = keys > positions[:, None]
+    if window is not None:
+        is_outside = is_outside | (keys <= positions[:, None] - window)
     zero = torch.zeros((), dtype=dtype, device=positions.device)
-    return torch.where(is_later, float("-inf"), zero)[:, None, None, :]
+    return torch.where(is_outside, float("-inf"), zero)[:, None, None, :]
 
 
-def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float) -> Tensor:
+def cached_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, sinks: Tensor | None = None
+) -> Tensor:
     """Compute attention of one query per sequence: q `[S, H, d]`, k and v `[S, G, M, d]` -> `[S, H, d]`.
 
     Query heads that share keys become rows of one product, so that keys need not be repeated.
@@ -176,16 +226,20 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: flo
         v: values.
         mask: additive, `[S, 1, 1, M]`.
         scaling: factor of the scores.
+        sinks: see `Reach`.
     """
     num_sequences, num_kv_heads, length, head_dim = k.shape
-    if decode_kernel(q.device.type, _NAMES[q.dtype]) is AttentionKernel.PRODUCTS:
+    if sinks is not None or decode_kernel(q.device.type, _NAMES[q.dtype]) is AttentionKernel.PRODUCTS:
         num_calls[AttentionKernel.PRODUCTS] += 1
         num_products = num_sequences * num_kv_heads
         grouped = q.reshape(num_products, -1, head_dim)
         masks = mask[:, 0].expand(-1, num_kv_heads, -1).reshape(num_products, 1, length)
         keys, values = k.view(num_products, length, head_dim), v.view(num_products, length, -1)
         scores = torch.baddbmm(masks, grouped, keys.transpose(1, 2), alpha=scaling)
-        out = torch.bmm(scores.softmax(-1), values)
+        if sinks is not None:
+            of_rows = sinks.to(q.dtype).view(num_kv_heads, -1, 1).repeat(num_sequences, 1, 1)
+            scores = torch.cat((scores, of_rows), dim=-1)
+        out = torch.bmm(scores.softmax(-1)[..., :length], values)
     else:
         out = padded_attention(q.reshape(num_sequences, num_kv_heads, -1, head_dim), k, v, scaling, mask)
     return out.reshape(*q.shape[:2], -1)

@@ -135,10 +135,13 @@ def _read_architecture(architecture: Mapping[str, Any]) -> PreTrainedConfig:
         ) from None
     names = [*known.to_dict(), *known.attribute_map]
     for key in options:
-        if key not in names and difflib.get_close_matches(key, names, n=1, cutoff=_TYPO_SIMILARITY):
+        if not {key, f"_{key}"} & set(names) and difflib.get_close_matches(
+            key, names, n=1, cutoff=_TYPO_SIMILARITY
+        ):
             raise BackendError(f"a {model_type} architecture has no key {key!r}{nearest(key, names)}")
     # A family's own ids are those of its published vocabulary; the tokenizer of this model has another one.
-    return AutoConfig.for_model(model_type, **{"bos_token_id": None, "eos_token_id": None, **options})
+    own_ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    return AutoConfig.for_model(model_type, **{**own_ids, **options})
 
 
 def _check_causal_lm(config: PreTrainedConfig) -> None:

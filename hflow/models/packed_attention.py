@@ -23,7 +23,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from hflow.base.errors import BackendError
 from hflow.data.batches.device_copy import to_device
-from hflow.models.attention_kernels import kernel_of, padded_attention, varlen_attention
+from hflow.models.attention_kernels import CAUSAL, Reach, kernel_of, reaching_attention, varlen_attention
 from hflow.types.kernels import AttentionKernel
 
 PACKED = "hflow_packed"
@@ -32,8 +32,9 @@ PACKED = "hflow_packed"
 _MIN_LENGTH_RATIO = 0.75
 """Minimum ratio of the shortest to the longest sequence in a bucket, which bounds the padding."""
 
-_UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias", "chunk_size")
-"""Keyword arguments with which HF models ask for more than plain causal attention."""
+_UNSUPPORTED = ("softcap", "position_bias", "chunk_size")
+"""Keyword arguments with which HF models ask for more than causal attention with windows and sinks."""
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class PackedLayout:
 
 
 def check_supported(model: PreTrainedModel) -> None:
-    """Check that a model's attention is pluggable and plain causal.
+    """Check that a model's attention is pluggable, and causal in each layer, if in a sliding window.
 
     Raises:
         BackendError: if it is not; names the architecture and what it uses.
@@ -116,13 +117,20 @@ def check_supported(model: PreTrainedModel) -> None:
             f"{name} has no pluggable attention, which packed sequences need; choose another architecture"
         )
     config = model.config.get_text_config()
-    windows = [w for module in model.modules() if (w := getattr(module, "sliding_window", None)) is not None]
-    layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    if windows or layers:
-        what = ", ".join(sorted(layers)) or f"a sliding window of {max(windows)}"
+    layers = getattr(config, "layer_types", None) or ()
+    others = set(layers) - set(_LAYER_TYPES)
+    of_layers = [module for module in model.modules() if hasattr(module, "layer_idx")]
+    sized = {x.layer_idx for x in of_layers if getattr(x, "sliding_window", None) is not None}
+    if not others and {i for i, kind in enumerate(layers) if kind == "sliding_attention"} - sized:
+        others = {"sliding_attention of an unknown size"}
+    if not all(getattr(module, "is_causal", True) for module in of_layers):
+        others |= {"attention to later tokens"}
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        others |= {"soft caps of scores"}
+    if others:
         raise BackendError(
-            f"{name} uses {what}, but packed sequences support full causal attention only; choose another "
-            "architecture"
+            f"{name} uses {', '.join(sorted(others))}, but packed sequences support causal attention and "
+            "sliding windows only; choose another architecture"
         )
 
 
@@ -142,20 +150,20 @@ def packed_attention(
     tokens, and the model's other layers only U.
 
     Raises:
-        BackendError: if the model asks for more than plain causal attention.
+        BackendError: if the model asks for more than causal attention with windows and sinks.
     """
-    check_arguments(module, kwargs)
+    reach = reach_of(module, kwargs)
     if packed_layout is None:
         raise BackendError(f"{type(module).__name__} was called without packed_layout")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attend(q, k, v, packed_layout, scaling)[None], None
+    return attend(q, k, v, packed_layout, scaling, reach)[None], None
 
 
-def check_arguments(module: nn.Module, arguments: Mapping[str, Any]) -> None:
-    """Check the further arguments of HF's attention interface.
+def reach_of(module: nn.Module, arguments: Mapping[str, Any]) -> Reach:
+    """Return the keys that a layer attends to, by the further arguments of HF's attention interface.
 
     Raises:
-        BackendError: if the model asks for more than plain causal attention.
+        BackendError: if the model asks for more than causal attention with windows and sinks.
     """
     unsupported = [name for name in _UNSUPPORTED if arguments.get(name) is not None]
     if unsupported:
@@ -163,46 +171,63 @@ def check_arguments(module: nn.Module, arguments: Mapping[str, Any]) -> None:
             f"{type(module).__name__} needs {unsupported[0]}, which packed attention does not support; "
             "choose another architecture"
         )
+    return Reach(arguments.get("sliding_window"), arguments.get("s_aux"))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scaling: float | None) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: PackedLayout,
+    scaling: float | None,
+    reach: Reach = CAUSAL,
+) -> Tensor:
     """Compute causal attention within each sequence: q `[T, H, d]` -> `[T, H, d]`.
 
     k and v have H heads or a divisor of H. With shared prefixes, T is U on both sides.
+
+    Raises:
+        BackendError: if heads have sinks, and the kernel takes sequences as they are.
     """
     shared = layout.shared
     if shared is not None:
         q, k, v = (x.index_select(0, shared.row_of_token) for x in (q, k, v))
     if layout.kernel is AttentionKernel.SDPA:
-        out = _padded(q, k, v, layout, scaling)
+        out = _padded(q, k, v, layout, scaling, reach)
     else:
+        if reach.sinks is not None:
+            raise BackendError(f"{layout.kernel} does not compute attention with sinks; set dtype=fp32")
         cumulative, longest = (layout.cumulative,) * 2, (layout.max_length,) * 2
-        out = varlen_attention(layout.kernel, q, k, v, cumulative, longest, scaling)
+        out = varlen_attention(layout.kernel, q, k, v, cumulative, longest, scaling, reach.window)
     return out if shared is None else out.index_select(0, shared.token_of_row)
 
 
 AttentionInterface.register(PACKED, packed_attention)
 
 
-def _padded(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scaling: float | None) -> Tensor:
+def _padded(
+    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scaling: float | None, reach: Reach
+) -> Tensor:
     """Compute `[T, H, d]` with causal SDPA over right-padded buckets."""
     padding = layout.padding
     if padding is None:
         shape = (layout.num_sequences, layout.max_length)
         assert shape[0] * shape[1] == len(q), f"a layout for another dtype than {q.dtype}"
-        return _causal(q, k, v, shape, scaling)
+        return _causal(q, k, v, shape, scaling, reach)
     sizes = [rows * width for rows, width in padding.shapes]
     queries, keys, values = (torch.split(_pad(x, padding), sizes) for x in (q, k, v))
     buckets = [
-        _causal(*bucket, scaling) for bucket in zip(queries, keys, values, padding.shapes, strict=True)
+        _causal(*bucket, scaling, reach) for bucket in zip(queries, keys, values, padding.shapes, strict=True)
     ]
     return _unpad(torch.cat(buckets), padding)
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, shape: tuple[int, int], scaling: float | None) -> Tensor:
+def _causal(
+    q: Tensor, k: Tensor, v: Tensor, shape: tuple[int, int], scaling: float | None, reach: Reach
+) -> Tensor:
     """Compute causal attention of `[S * L, H, d]` in S rows of L tokens."""
     query, key, value = (x.reshape(*shape, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-    out = padded_attention(query, key, value, scaling)
+    out = reaching_attention(query, key, value, scaling, reach)
     return out.transpose(1, 2).reshape(-1, out.shape[1], out.shape[3])
 
 

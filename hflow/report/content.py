@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from hflow.base.text import format_bytes, format_count, pluralize
 from hflow.planner.forecast.figures import step_seconds
@@ -97,7 +98,21 @@ def experts_line(plan: Plan) -> str:
     ]
     if not found:
         return ""
-    return f"{'; '.join(found)}. No loss balances them: router_aux_loss_coef of a config is not used"
+    balanced = [text for model in sorted(trained) if (text := _balance_text(model, dict(plan.settings)))]
+    unbalanced = "No loss balances them: router_aux_loss_coef of a config is not used"
+    return f"{'; '.join(found)}. {'; '.join(balanced) or unbalanced}"
+
+
+def _balance_text(model: str, settings: Mapping[str, Any]) -> str:
+    """Describe the balance of a model's experts; empty if there is none."""
+    key = f"models.{model}.balance"
+    coefficient, rate = (settings.get(f"{key}.{name}") for name in ("coefficient", "bias_rate"))
+    over = settings.get(f"{key}.over") or "sequence"
+    found = [
+        *([f"a loss over each {over} with coefficient {coefficient:g}"] if coefficient else []),
+        *([f"biases that move by {rate:g} a step"] if rate else []),
+    ]
+    return f"{model} is balanced by {' and '.join(found)}" if found else ""
 
 
 def largest_batch_line(plan: Plan) -> str:

@@ -1,15 +1,15 @@
-"""Reads a `ModelShape` from a Hugging Face `config.json`.
+"""The families of models, and how a `ModelShape` is read from a Hugging Face `config.json`.
 
 The tensors of `FAMILIES` are known one by one, so every backend can divide them. Of
-`PLANNED_FAMILIES` parameters, caches and FLOPs are known: their plans are whole, but they run only where a
-backend takes any model of transformers, without dividing tensors.
+`PLANNED_FAMILIES` parameters, caches and FLOPs are known: their plans are whole, but most run only where a
+backend takes any model of transformers, without dividing tensors. `UNSUPPORTED` run nowhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from hflow.base.errors import ConfigError, PlanError
 from hflow.base.model_files import check_size
@@ -56,6 +56,35 @@ EXPERT_FAMILIES = tuple(name for name, sizes in FAMILIES.items() if "num_experts
 only the torch backend and the embedded engine can exchange them."""
 DENSE_FAMILIES = tuple(name for name in FAMILIES if name not in EXPERT_FAMILIES)
 """The families without experts. They differ in biases, head norms and sizes only."""
+KNOWN_FAMILIES = (*FAMILIES, "gemma3_text")
+"""The families whose tensors `tensors` lists under their names in checkpoints."""
+
+SCORE_BIAS = "e_score_correction_bias"
+"""Name of the bias by which routers of some families choose, in fp32."""
+
+
+class RouterKind(NamedTuple):
+    """The routers of a family, as transformers has them."""
+
+    module: str
+    """Name of the class."""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes scores of logits."""
+    has_bias: bool = False
+    """Whether experts are chosen by scores with the bias `SCORE_BIAS`, which has no gradient."""
+
+
+ROUTERS: Mapping[str, RouterKind] = {
+    "qwen3_moe": RouterKind("Qwen3MoeTopKRouter"),
+    "qwen2_moe": RouterKind("Qwen2MoeTopKRouter"),
+    "mixtral": RouterKind("MixtralTopKRouter"),
+    "olmoe": RouterKind("OlmoeTopKRouter"),
+    "gpt_oss": RouterKind("GptOssTopKRouter"),
+    "deepseek_v2": RouterKind("DeepseekV2TopkRouter"),
+    "deepseek_v3": RouterKind("DeepseekV3TopkRouter", "sigmoid", has_bias=True),
+    "glm4_moe": RouterKind("Glm4MoeTopkRouter", "sigmoid", has_bias=True),
+}
+"""Families whose experts can be balanced (`models.NAME.balance`)."""
 
 
 def read_shape(config: Config, head: str = "lm") -> ModelShape | None:
@@ -92,9 +121,9 @@ def read_shape(config: Config, head: str = "lm") -> ModelShape | None:
     return replace(shape, head=head, is_tied=head == "lm" and is_tied)
 
 
-def can_run(shape: ModelShape) -> bool:
-    """Return whether the tensors of this family are known, so that every backend runs it."""
-    return shape.family in FAMILIES
+def knows_tensors(shape: ModelShape) -> bool:
+    """Return whether the tensors of this family are known one by one."""
+    return shape.family in KNOWN_FAMILIES
 
 
 _WITH_TEXT_CONFIG = {"llama4": "llama4_text", "gemma3": "gemma3_text", "mistral3": "mistral"}
@@ -270,7 +299,7 @@ def _gpt_oss(family: str, config: Config) -> ModelShape:
 
 
 def _gemma(family: str, config: Config) -> ModelShape:
-    pattern = 2 if family == "gemma2" else _size(family, config, "sliding_window_pattern", 6)
+    pattern = 2 if family == "gemma2" else _full_every(family, config)
     return replace(
         _dense_shape(family, config, _NO_DEFAULTS),
         window=SlidingWindow(_size(family, config, "sliding_window"), pattern),
@@ -279,9 +308,30 @@ def _gemma(family: str, config: Config) -> ModelShape:
     )
 
 
+def _full_every(family: str, config: Config) -> int:
+    """Return n where every n-th layer of Gemma 3 attends to all tokens: 6, if the config does not say."""
+    layers = config.get("layer_types")
+    if isinstance(layers, (list, tuple)) and "full_attention" in layers:
+        return layers.index("full_attention") + 1
+    return _size(family, config, "sliding_window_pattern", 6)
+
+
+def _glm4(family: str, config: Config) -> ModelShape:
+    has_bias = bool(config.get("attention_bias", False))
+    return replace(_dense_shape(family, config, _NO_DEFAULTS), has_qkv_bias=has_bias, has_post_norms=True)
+
+
+def _deepseek_v2(family: str, config: Config) -> ModelShape:
+    shape = _deepseek_v3(family, config)
+    assert shape.experts is not None
+    return replace(shape, experts=replace(shape.experts, has_router_bias=False))
+
+
 PLANNED_FAMILIES: Mapping[str, Callable[[str, Config], ModelShape]] = {
     "mixtral": _mixtral,
+    "glm4": _glm4,
     "glm4_moe": _glm4_moe,
+    "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
     "kimi_k2": _deepseek_v3,
     "llama4_text": _llama4,
@@ -289,7 +339,35 @@ PLANNED_FAMILIES: Mapping[str, Callable[[str, Config], ModelShape]] = {
     "gemma2": _gemma,
     "gemma3_text": _gemma,
 }
-"""`model_type`s whose tensors are not known one by one -> the function that reads their sizes."""
+"""Other `model_type`s -> the function that reads their sizes."""
+UNSUPPORTED: Mapping[str, str] = {
+    "gemma2": "caps scores and logits",
+    "llama4_text": "attends in chunks, and scales queries by their position",
+    "kimi_k2": "is not in transformers",
+    **dict.fromkeys(_WITH_TEXT_CONFIG, "has parts beside its language model"),
+}
+"""Families that no backend and no engine runs, each with the reason."""
+TITLES: Mapping[str, str] = {
+    "llama": "Llama 2 and 3, SmolLM2",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2, Qwen2.5",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3 MoE",
+    "gemma3_text": "Gemma 3, text only",
+    "glm4": "GLM-4",
+    "glm4_moe": "GLM-4.5",
+    "deepseek_v2": "DeepSeek-V2",
+    "deepseek_v3": "DeepSeek-V3, R1",
+    "gpt_oss": "gpt-oss",
+    "mixtral": "Mixtral",
+    "gemma2": "Gemma 2",
+    "gemma3": "Gemma 3 with images",
+    "llama4": "Llama 4 with images",
+    "llama4_text": "Llama 4, text only",
+    "mistral3": "Mistral 3 with images",
+    "kimi_k2": "Kimi K2",
+}
+"""Family -> the models that belong to it."""
 
 
 ONLY_PLANNED = (*PLANNED_FAMILIES, *_WITH_TEXT_CONFIG)

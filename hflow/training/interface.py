@@ -76,11 +76,27 @@ BEHAV_GAP_MAX = declare("{node}/behav_gap.max", "nats", "largest of these differ
 BEHAV_KL = declare(
     "{node}/behav_kl", "nats", "KL(engine ‖ trainer) per token, also of tokens that older weights drew"
 )
+OBSERVED_NLL = declare(
+    "{node}/observed_nll", "nats", "mean of -log p of the observed tokens, for a train node with observed="
+)
 REROUTED = declare(
     "{node}/rerouted",
     "",
     "share of tokens and layers for which the trainer's router would have chosen other experts than the "
     "engine's, which it replays (routing_replay)",
+)
+
+BALANCE_LOSS = declare(
+    "{node}/balance_loss",
+    "",
+    "loss of models.NAME.balance before its coefficient, the mean over layers; 1: all experts have the same "
+    "load",
+)
+MAX_LOAD = declare(
+    "{node}/max_load",
+    "",
+    "tokens of the busiest expert divided by the mean of its layer, in the layer where it is largest, with "
+    "models.NAME.balance",
 )
 
 FIRST_PASS_STREAM = "@first_pass"
@@ -111,7 +127,7 @@ class NodeCall:
     knobs: Mapping[str, Any]
     """Hyper-parameters by parameter name."""
     options: Mapping[str, Any]
-    """The node's options: `mask`, `prox`, and of a train node `reduce` and `epochs`."""
+    """The node's options: `mask`, `observed`, `prox`, and of a train node `reduce` and `epochs`."""
     temperature: float = 1.0
     """Generation temperature of the model's policy: log-probs and entropy divide logits by it."""
     is_first_writer: bool = True

@@ -122,15 +122,18 @@ def _flash_attn_3_problem(version: str, capability: tuple[int, int] | None, dete
     return "does not keep deterministic=true" if deterministic else ""
 
 
-def head_size_problem(kernel: str, head_size: int) -> str | None:
-    """Return the reason why a kernel cannot compute heads of a size; None if it can.
+def head_size_problem(kernel: str, head_size: int, has_sinks: bool = False) -> str | None:
+    """Return the reason why a kernel cannot compute heads; None if it can.
 
     Args:
         kernel: a kernel for packed sequences, with or without its version.
         head_size: the size of a query.
+        has_sinks: whether each head has a score for attending to nothing.
     """
     if kernel == AttentionKernel.SDPA:
         return None
+    if has_sinks:
+        return f"has attention sinks, which {kernel} does not compute"
     if head_size <= MAX_HEAD_SIZE and head_size % HEAD_SIZE_MULTIPLE == 0:
         return None
     return (

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch_kit as kit
 
-from hflow.config.schema import LoraConfig, OptimConfig
+from hflow.config.schema import BalanceConfig, LoraConfig, OptimConfig
 from hflow.data.batches.batch import Batch, Column
 from hflow.shapes.layout import Layout
 from hflow.training.interface import NodeCall, TrainShard
@@ -42,6 +42,7 @@ def pairs(out: Any, seqs: Any) -> torch.Tensor:
 NODES: dict[str, tuple[NodeCall, dict[str, Any]]] = {
     "sft": (kit.call(sft, "token", [], reduce="token-mean"), {}),
     "ppo": (kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean", epochs=2), {}),
+    "observed": (kit.CALLS["observed"], {}),
     "clip-cov": (kit.TWO_PASS["clip-cov"], {}),
     "kl-cov": (kit.TWO_PASS["kl-cov"], {}),
     "critic": (kit.VALUE, {"head": "value"}),
@@ -51,6 +52,14 @@ NODES: dict[str, tuple[NodeCall, dict[str, Any]]] = {
     "replayed experts": (
         kit.call(kit.ppo, "token", [*kit.TOKEN_READS, kit.REPLAY], metrics=True, reduce="token-mean"),
         {},
+    ),
+    "balanced experts": (
+        kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean"),
+        {"balance": BalanceConfig(coefficient=0.3)},
+    ),
+    "experts balanced over the batch": (
+        kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean"),
+        {"balance": BalanceConfig(coefficient=0.3, over="batch")},
     ),
     "adapters": (
         kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean", epochs=2),
@@ -155,6 +164,10 @@ ROUNDS: list[dict[tuple[int, ...], Twin]] = [
         SECOND: Twin("critic", context=2, settings=RECOMPUTED, budget=1),
     },
     {
+        FIRST: Twin("observed", context=2),
+        SECOND: Twin("observed", tensor=2, settings=SP),
+    },
+    {
         FIRST: Twin("ppo", context=2, settings=BF16),
         SECOND: Twin("score", context=2),
     },
@@ -177,6 +190,12 @@ ROUNDS: list[dict[tuple[int, ...], Twin]] = [
     },
     {ALL: Twin("replayed experts", data=2, tensor=2, expert=2)},
     {ALL: Twin("replayed experts", tensor=2, context=2, expert=2, settings=RECOMPUTED)},
+    {
+        FIRST: Twin("balanced experts", data=2, expert=2, budget=20),
+        SECOND: Twin("experts balanced over the batch", tensor=2, settings=RECOMPUTED),
+    },
+    {ALL: Twin("balanced experts", tensor=2, context=2, expert=2, settings=RECOMPUTED)},
+    {ALL: Twin("experts balanced over the batch", data=2, pipe=2, expert=2, budget=20)},
 ]
 """What the ranks compute, one round after the other."""
 ADAPTER_ROUNDS: list[dict[tuple[int, ...], Twin]] = [

@@ -33,9 +33,9 @@ def stand_in(kernel: AttentionKernel) -> Callable[..., Tensor]:
         q, k, v = (given.pop(name) for name in "qkv")
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         places = [given.pop(f"{name}_{x}") for name in ("cu_seqlens", "max_seqlen") for x in "qk"]
-        scale = given.pop("softmax_scale")
+        scale, window = given.pop("softmax_scale"), given.pop("window_size")
         assert given == {"causal": True, "deterministic": False}
-        return varlen_attn(q, k, v, *places, scale=scale, window_size=(-1, 0))
+        return varlen_attn(q, k, v, *places, scale=scale, window_size=window)
 
     return flash_attn_varlen_func
 

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import family_kit
 import numpy as np
 import reduction_cases
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 import torch_kit as kit
 from memory_kit import peak
 
-from hflow.config.schema import LoraConfig
+from hflow.config.schema import BalanceConfig, LoraConfig
 from hflow.data.batches.batch import Batch
 from hflow.models.adapter import base_parameters
 from hflow.models.settings import ModelSettings, RankPosition
@@ -73,7 +74,7 @@ def run_replicated(rank: int, directory: str) -> None:
 
 QUARTERS = (([0, 1], [4], [5, 6], [7]), ([], [2], [3], []), ([8, 9], [], [10], [11]))
 """Rows of each minibatch on four ranks."""
-REPLICATED = ("lora", "bf16", "gradients summed once", "untied")
+REPLICATED = ("lora", "dora", "bf16", "gradients summed once", "untied")
 
 
 def replicated(rank: int, group: Any, directory: Path) -> dict[str, Any]:
@@ -83,7 +84,7 @@ def replicated(rank: int, group: Any, directory: Path) -> dict[str, Any]:
     results: dict[str, Any] = {}
     num_groups = len(dist.distributed_c10d._world.pg_map)
     for name in REPLICATED:
-        if name == "lora" and find_spec("peft") is None:
+        if "lora" in VARIANTS[name] and find_spec("peft") is None:
             continue
         backend = kit.model(4, group, replicate=2, tokens_per_microbatch=13, **VARIANTS[name])
         results[name] = (backend.train(call_of(name), shard, 5), kit.weights(backend))
@@ -158,6 +159,7 @@ def reductions(rank: int, group: Any) -> dict[Any, float]:
     return losses
 
 
+HAS_BITSANDBYTES = find_spec("bitsandbytes") is not None
 LORA = LoraConfig(r=4, alpha=8, save_merged=True)
 VARIANTS: dict[str, dict[str, Any]] = {
     "untied": {"architecture": kit.ARCHITECTURE | {"tie_word_embeddings": False}},
@@ -166,6 +168,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "recomputed": {"activation_checkpointing": True},
     "offloaded": {"offload": "all"},
     "replayed": {"architecture": kit.MIXED, "activation_checkpointing": True},
+    "balanced": {
+        "architecture": family_kit.architecture("deepseek_v3"),
+        "balance": BalanceConfig(coefficient=0.5, over="batch", bias_rate=1e-3),
+        "activation_checkpointing": True,
+    },
     "gathered once": {"zero_stage": 2},
     "gradients summed once": {
         "zero_stage": 1,
@@ -173,6 +180,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "optim": dataclasses.replace(kit.SETTINGS.optim, on_nonfinite="skip"),
     },
     "lora": {"lora": LORA},
+    "outer lora": {
+        "lora": dataclasses.replace(LORA, targets=("all-linear", "embed_tokens", "lm_head")),
+        "architecture": kit.ARCHITECTURE | {"tie_word_embeddings": False},
+    },
+    **({"rounded lora": {"lora": dataclasses.replace(LORA, base="nf4")}} if HAS_BITSANDBYTES else {}),
+    "dora": {"lora": dataclasses.replace(LORA, dora=True)},
     "lora recomputed in bf16": {
         "lora": LORA,
         "dtype": "bf16",
@@ -185,6 +198,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 READ = {
     **{name: name for name in ("untied", "value", "bf16", "recomputed", "offloaded")},
     "lora": "recomputed",
+    "dora": "recomputed",
+    "outer lora": "untied",
     "lora recomputed in bf16": "bf16",
 }
 """Variants that are built from a checkpoint, of which each rank reads its rows -> the saved variant."""

@@ -14,6 +14,7 @@ from hflow.engines.embedded.engine import EmbeddedEngine
 from hflow.engines.interface import SamplingParams
 from hflow.launch.planning.compile import compile_recipe
 from hflow.models import attention_kernels
+from hflow.models.attention_kernels import Reach
 from hflow.models.packed_attention import PackedLayout, attend
 from hflow.models.settings import ModelSettings
 from hflow.report.content import attention_line
@@ -204,7 +205,8 @@ def test_a_plan_with_heads_that_no_kernel_computes_cannot_run(monkeypatch):
 
 
 @pytest.mark.parametrize("kernel", [AttentionKernel.VARLEN, *FLASH_MODULES])
-def test_values_of_smaller_heads_are_padded_for_the_kernels(monkeypatch, kernel):
+@pytest.mark.parametrize("window", [None, 2])
+def test_the_kernels_get_windows_and_values_of_smaller_heads_padded(monkeypatch, kernel, window):
     """The kernels, of which these are the shapes and the arithmetic, have one head size."""
     torch.manual_seed(0)
     lengths = [5, 3]
@@ -213,15 +215,19 @@ def test_values_of_smaller_heads_are_padded_for_the_kernels(monkeypatch, kernel)
     def compute(q, k, v, starts, *_, **options):
         assert q.shape[-1] == k.shape[-1] == v.shape[-1]
         scaling = options["scale"] if "scale" in options else options["softmax_scale"]
+        before, after = options["window_size"]
+        reach = Reach(None if before == -1 else before + 1)
+        assert after == 0
         rows = zip(*(x.split(starts.diff().tolist()) for x in (q, k, v)), strict=True)
         parts = (
-            attention_kernels.padded_attention(*(x.transpose(0, 1)[None] for x in r), scaling) for r in rows
+            attention_kernels.reaching_attention(*(x.transpose(0, 1)[None] for x in r), scaling, reach)
+            for r in rows
         )
         return torch.cat([part[0].transpose(0, 1) for part in parts])
 
     monkeypatch.setattr(attention_kernels, "varlen_attn", compute)
     monkeypatch.setattr(attention_kernels, "_flash_kernel", lambda _: compute)
     starts = torch.tensor([0, 5, 8], dtype=torch.int32)
-    got = attention_kernels.varlen_attention(kernel, q, k, v, (starts, starts), (5, 5), 0.3)
+    got = attention_kernels.varlen_attention(kernel, q, k, v, (starts, starts), (5, 5), 0.3, window)
     layout = PackedLayout.of(np.array(lengths), "cpu", torch.float32)
-    torch.testing.assert_close(got, attend(q, k, v, layout, 0.3))
+    torch.testing.assert_close(got, attend(q, k, v, layout, 0.3, Reach(window)))

@@ -406,7 +406,7 @@ def test_bf16_generates_with_its_own_forward() -> None:
     [
         ({"model_type": "mamba", "vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 1}, "Mamba"),
         ({"model_type": "bloom", "vocab_size": 32, "hidden_size": 32, "n_layer": 1, "n_head": 2}, "Bloom"),
-        ({"model_type": "gemma2", **SIZES, "head_dim": 8}, "sliding"),
+        ({"model_type": "gemma2", **SIZES, "head_dim": 8}, "soft caps"),
         ({"model_type": "t5"}, "actor"),
         ({"model_type": "nonesuch"}, "nonesuch"),
     ],

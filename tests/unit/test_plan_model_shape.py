@@ -95,6 +95,8 @@ PLANNED_VARIANTS = [
     ("qwen3_moe", {**MIXED, "num_experts": 6}),
     ("qwen3_moe", {**MIXED, "num_experts": 6, "mlp_only_layers": [0], "attention_bias": True}),
     ("qwen3_moe", {**MIXED, "num_experts": 6, "decoder_sparse_step": 2}),
+    ("glm4", {**SMALL, "head_dim": 8, "attention_bias": True}),
+    ("deepseek_v2", {**DEEPSEEK, "head_dim": 4}),
     ("glm4_moe", {**DEEPSEEK, "attention_bias": True, "use_qk_norm": True}),
     ("glm4_moe", {**DEEPSEEK, "use_qk_norm": False}),
     ("deepseek_v3", {**DEEPSEEK, "head_dim": 4}),

@@ -134,6 +134,8 @@ def test_what_a_base_is_refused_for(critic, message):
          r"the megatron backend has the adapters of one model .* set models\.critic\.backend=torch and"),
         ({"critic": {"base_of": None}, "ref": {"base_of": "critic"}},
          r"ref\.base_of is critic, which has the head 'value', but ref has the head 'lm'"),
+        ({"actor": {"lora": LoraConfig(r=2, base="nf4")}},
+         r"weights are in 4 bits, beside which one model's adapters are trained; remove models\.actor\.lora"),
         ({"actor": {"path": "here"}, "ref": {"architecture": {}}},
          r"models\.ref\.architecture says|has weights of here; remove models\.ref\.architecture"),
     ],

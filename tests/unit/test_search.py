@@ -309,7 +309,7 @@ def test_remedies_do_not_lead_back_and_name_nothing_that_the_planner_chose() -> 
     assert "With models.actor.gen.engine=embedded no plan fits into memory. Use a model" in reason
     (backend,) = [limit for limit in plan.forecast.limits if "network" in limit.cause]
     assert backend.remedies[0].settings == (("models.actor.backend", "megatron"),)
-    small = ("cluster=h100-1x8", "model@models.actor=gemma-2-2b", "models.actor.path=null")
+    small = ("cluster=h100-1x8", "model@models.actor=gemma-3-1b", "models.actor.path=null")
     plan = compile_recipe(RECIPES / "grpo.py", small, with_limits=True).plan
     assert not plan.unrunnable
     assert not [limit for limit in plan.forecast.limits if "megatron" in limit_text(limit)], (

@@ -80,28 +80,42 @@ def test_experts_that_an_engine_chose(ranks):
     assert wanted[0]["rerouted"] > 0.5
 
 
+def test_balanced_experts_and_their_biases(ranks):
+    """The tokens of the minibatch are counted first, on both ranks."""
+    changes = torch_ranks.VARIANTS["balanced"] | {"activation_checkpointing": False}
+    wanted = train_here(kit.CALLS["token-mean"], **changes)
+    assert_same(ranks["balanced"], wanted)
+    assert wanted[0]["balance_loss"] > 1
+    moved = [x for name, x in wanted[1].items() if name.endswith("e_score_correction_bias")]
+    assert len(moved) == 3
+    assert all(bias.abs().max() > 0.9e-3 for bias in moved)
+
+
 def test_offloading_changes_no_bit(ranks):
     (metrics, weights), (wanted, others) = ranks["offloaded"], ranks["token-mean"]
     assert metrics == wanted
     assert all(torch.equal(weights[name], tensor) for name, tensor in others.items())
 
 
-def test_adapters(directory, ranks):
+@pytest.mark.parametrize("name", [name for name in torch_ranks.VARIANTS if name.endswith(("lora", "dora"))])
+def test_adapters(directory, ranks, name):
     pytest.importorskip("peft")
     """Adapters train, are turned off and on, and are merged over ranks as in one process."""
-    changes = torch_ranks.VARIANTS["lora"]
+    changes = torch_ranks.VARIANTS[name]
+    plain = {key: value for key, value in changes.items() if key != "lora"}
     batch, backend = kit.make_batch(kit.LENGTHS), kit.model(**changes)
     wanted = backend.train(kit.CALLS["token-mean"], kit.whole(batch), 5), kit.weights(backend)
-    *got, (without, later) = ranks["lora"]
+    *got, (without, later) = ranks[name]
     assert all(".lora_" in name for name in got[1])
     assert_same(got, wanted)
-    files = (directory / "lora" / "merged").glob("*.safetensors")
+    files = (directory / name / "merged").glob("*.safetensors")
     merged = {name: tensor for file in files for name, tensor in load_file(file).items()}
     for name, tensor in merged_weights(backend._model, backend._runner.module.head, "lm", torch.float32, 2.0):
         torch.testing.assert_close(merged[name], tensor, atol=1e-5, rtol=0)
-    assert merged.keys() == kit.weights(kit.model()).keys()
-    (base,) = kit.model().infer(kit.LOGPROBS, [batch])
-    np.testing.assert_allclose(without, base.columns["result"].values, atol=1e-5)
+    assert merged.keys() == kit.weights(kit.model(**plain)).keys()
+    (base,) = kit.model(**plain).infer(kit.LOGPROBS, [batch])
+    if changes["lora"].base is None:
+        np.testing.assert_allclose(without, base.columns["result"].values, atol=1e-5)
     metrics = backend.train(kit.CALLS["token-mean"], kit.whole(batch), 6)
     assert_same((metrics, later), (metrics, kit.weights(backend)))
 
@@ -163,7 +177,7 @@ def test_no_rank_has_memory_for_the_whole_model_while_it_draws_it(ranks):
 
 @pytest.mark.parametrize("name", torch_ranks.READ)
 def test_each_rank_reads_its_rows_of_a_checkpoint(directory, ranks, name):
-    if "lora" in name:
+    if "lora" in torch_ranks.VARIANTS[name]:
         pytest.importorskip("peft")
     loaded, trained = ranks[f"{name} read"]
     here = torch_ranks.from_checkpoint(directory, name, None)
@@ -211,11 +225,11 @@ def replicated(replicated_files: Path) -> dict:
     return torch.load(replicated_files / "replicated.pt", weights_only=False)
 
 
-@pytest.mark.parametrize("name", ["untied", "lora", "gradients summed once"])
+@pytest.mark.parametrize("name", ["untied", "lora", "dora", "gradients summed once"])
 @pytest.mark.long
 def test_two_sets_of_two_ranks_equal_one_process(replicated, name):
     """Gradients of several micro-batches are summed once, and each weight counts once in their norm."""
-    if name == "lora":
+    if "lora" in torch_ranks.VARIANTS[name]:
         pytest.importorskip("peft")
     assert_same(replicated[name], train_here(kit.CALLS["token-mean"], **torch_ranks.VARIANTS[name]))
 

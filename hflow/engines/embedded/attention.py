@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from hflow.engines.embedded.cache import CachedAttention, KVCache
-from hflow.models.packed_attention import PackedLayout, check_arguments
+from hflow.models.attention_kernels import CAUSAL, Reach
+from hflow.models.packed_attention import PackedLayout, reach_of
 from hflow.models.packed_attention import attend as attend_packed
 
 ATTENTION = "hflow_embedded"
@@ -64,7 +65,7 @@ def attend(
         module: the layer's attention module; its `layer_idx` selects the cache's layer.
         query: `[1, heads, rows, head_dim]`.
         key: `[1, kv_heads, rows, head_dim]`.
-        value: the values, shaped as `key`.
+        value: the values, as `key`; of another size in latent attention.
         attention_mask: unused; the step determines what each row sees.
         packed_step: the step, passed through the model's forward.
         scaling: factor of the scores.
@@ -74,16 +75,23 @@ def attend(
         `[1, rows, heads, head_dim]`, and None for the attention weights.
 
     Raises:
-        BackendError: if the architecture asks for more than causal attention.
+        BackendError: if the architecture asks for more than causal attention with windows and sinks.
     """
-    check_arguments(module, kwargs)
+    reach = reach_of(module, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attend_rows(packed_step, int(module.layer_idx), q, k, v, scale)[None], None  # type: ignore[arg-type]
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    return attend_rows(packed_step, layer, q, k, v, scale, reach)[None], None
 
 
 def attend_rows(
-    step: PackedStep, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float
+    step: PackedStep,
+    layer: int,
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    reach: Reach = CAUSAL,
 ) -> Tensor:
     """Store the keys and values of one layer in the cache, and attend.
 
@@ -92,8 +100,9 @@ def attend_rows(
         layer: index of the layer in the cache.
         queries: `[rows, heads, head_dim]`.
         keys: `[rows, kv_heads, head_dim]`.
-        values: the values, shaped as `keys`.
+        values: the values, as `keys`; of another size in latent attention.
         scale: factor of the scores.
+        reach: what a query attends to.
 
     Returns:
         `[rows, heads, head_dim]`, 0 in rows that only fill up.
@@ -101,13 +110,13 @@ def attend_rows(
     _store(step, layer, keys, values)
     first, last = step.num_decoding, step.num_decoding + step.num_prompt_rows
     if first == len(queries):
-        return _decode(step, layer, queries, scale)
+        return _decode(step, layer, queries, scale, reach)
     out = queries.new_zeros(*queries.shape[:2], values.shape[-1])
     if first:
-        out[:first] = _decode(step, layer, queries[:first], scale)
+        out[:first] = _decode(step, layer, queries[:first], scale, reach)
     if step.prompts is not None:
         q, k, v = (x[first:last] for x in (queries, keys, values))
-        out[first:last] = attend_packed(q, k, v, step.prompts, scale)
+        out[first:last] = attend_packed(q, k, v, step.prompts, scale, reach)
     return out
 
 
@@ -120,10 +129,10 @@ def _store(step: PackedStep, layer: int, keys: Tensor, values: Tensor) -> None:
     step.cache.write(layer, step.stored_blocks, step.stored_offsets, keys, values)
 
 
-def _decode(step: PackedStep, layer: int, queries: Tensor, scale: float) -> Tensor:
+def _decode(step: PackedStep, layer: int, queries: Tensor, scale: float, reach: Reach) -> Tensor:
     """Attend from one query per running sequence over its cached tokens: `[B, heads, head_dim]`."""
     assert step.decoding is not None
-    return step.decoding.attend(queries, *step.cache.layer(layer), scale)
+    return step.decoding.attend(queries, *step.cache.layer(layer), scale, reach)
 
 
 AttentionInterface.register(ATTENTION, attend)

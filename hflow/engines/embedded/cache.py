@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hflow.engines.request import GenerationRequest
-from hflow.models.attention_kernels import additive_mask, cached_attention
+from hflow.models.attention_kernels import CAUSAL, Reach, additive_mask, cached_attention
 
 Ints = npt.NDArray[np.int64]
 
@@ -42,14 +42,17 @@ def padded_length(num_tokens: int) -> int:
 class CachedAttention(Protocol):
     """Attention of one query per running sequence over its cached tokens, in one step."""
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, reach: Reach = CAUSAL
+    ) -> Tensor:
         """Compute attention.
 
         Args:
             queries: `[B, heads, head_dim]`.
             keys: the keys of a layer, `[blocks, kv_heads, tokens, head_dim]`.
-            values: the values, shaped as `keys`.
+            values: the values, as `keys`; of another size in latent attention.
             scale: factor of the scores.
+            reach: what a query attends to.
 
         Returns:
             `[B, heads, head_dim]`.
@@ -194,9 +197,7 @@ class SlotCache(KVCache):
 
     @override
     def attention(self, lengths: Ints, dtype: torch.dtype) -> CachedAttention:
-        positions = torch.from_numpy(lengths - 1)
-        mask = additive_mask(positions, padded_length(int(lengths.max())), dtype)
-        return BandAttention(tuple(length_bands(lengths)), mask)
+        return BandAttention(tuple(length_bands(lengths)), torch.from_numpy(lengths - 1), dtype)
 
     @override
     def arrange(self, kept: Ints, lengths: Ints) -> Ints:
@@ -252,18 +253,32 @@ class BandAttention:
     """Attention over views of slots, one for each band of lengths."""
 
     bands: tuple[LengthBand, ...]
-    mask: Tensor
-    """Additive mask `[B, 1, 1, longest band]`."""
+    positions: Tensor
+    """int64 `[B]`: the position of each query."""
+    dtype: torch.dtype
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
+    """Window -> additive mask `[B, 1, 1, longest band]`, made when a layer needs it first."""
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, reach: Reach = CAUSAL
+    ) -> Tensor:
         """Compute attention; see `CachedAttention`."""
-        attended = [self._attend(band, queries, keys, values, scale) for band in self.bands]
+        if reach.window not in self.masks:
+            longest = max(band.length for band in self.bands)
+            self.masks[reach.window] = additive_mask(self.positions, longest, self.dtype, reach.window)
+        mask = self.masks[reach.window]
+        attended = [
+            cached_attention(
+                queries[first:last],
+                keys[first:last, :, :length],
+                values[first:last, :, :length],
+                mask[first:last, :, :, :length],
+                scale,
+                reach.sinks,
+            )
+            for first, last, length in self.bands
+        ]
         return attended[0] if len(attended) == 1 else torch.cat(attended)
-
-    def _attend(self, band: LengthBand, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        first, last, length = band
-        k, v = k[first:last, :, :length], v[first:last, :, :length]
-        return cached_attention(q[first:last], k, v, self.mask[first:last, :, :, :length], scale)
 
 
 def assign_slots(slots: Ints, lengths: Ints) -> Ints:

@@ -32,4 +32,6 @@ def own_forward_objection(config: Mapping[str, Any], has_adapters: bool) -> str 
         return f"its activation is {activation}"
     if rope not in _POSITION_INDEPENDENT_ROPE:
         return f"its rotary embedding is {rope}"
+    if config.get("sliding_window") is not None and config.get("use_sliding_window", True):
+        return "it has sliding windows"
     return None

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 
-from hflow.planner.forecast.memory import activations
+from hflow.planner.forecast.memory import activations, parts
 from hflow.planner.forecast.memory.parts import (
     MEMORY_BUDGET,
     PREFILL_TOKENS,
     EngineLoad,
     Items,
-    cache_bytes_per_token,
     fitting_cache,
     item,
     largest,
@@ -47,6 +46,18 @@ def cache_bytes(rank: Rank, load: EngineLoad, capacity: int, used: int) -> int:
         )
         return fitting_cache(page_bytes(rank), wanted, available, smallest_cache(rank))
     return cache_bytes_per_token(rank) * load.num_running * slot_length(load.prompt, load.longest)
+
+
+def cache_bytes_per_token(rank: Rank) -> int:
+    """Return the bytes of one token's keys and values.
+
+    The modules of transformers make those of all heads from the vectors of latent attention, and layers with
+    a window keep all tokens.
+    """
+    if (latent := rank.shape.latent) is None:
+        return parts.cache_bytes_per_token(rank)
+    per_head = latent.nope + latent.rope + latent.value
+    return rank.width * rank.sizes.num_layers * rank.shape.num_heads * per_head
 
 
 def page_bytes(rank: Rank) -> int:

@@ -21,7 +21,7 @@ from typing_extensions import override
 from hflow.data.batches.device_copy import to_device
 from hflow.engines.embedded.cache import CachedAttention, Ints, KVCache, padded_length
 from hflow.engines.request import GenerationRequest
-from hflow.models.attention_kernels import decode_attention
+from hflow.models.attention_kernels import CAUSAL, Reach, decode_attention
 
 PAGE_TOKENS = 16
 """Tokens of a page. A sequence wastes half a page on average, and the keys of a head in a page are one piece
@@ -191,6 +191,8 @@ class PageAttention:
     lengths: Tensor
     """int32 `[B]`: the tokens of each sequence, the one of this step included."""
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, queries: Tensor, keys: Tensor, values: Tensor, scale: float, reach: Reach = CAUSAL
+    ) -> Tensor:
         """Compute attention; see `CachedAttention`."""
-        return decode_attention(queries, keys, values, self.table, self.lengths, scale)
+        return decode_attention(queries, keys, values, self.table, self.lengths, scale, reach)

@@ -17,8 +17,9 @@ from vllm.lora.request import LoRARequest
 
 from hflow.engines.vllm.hf_mapping import checked, checkpoint_path, held_by_module
 from hflow.engines.vllm.quantized_layers import loaded_parameters
+from hflow.shapes.model_shape import A, B
 from hflow.types.tensor_slices import Block, box_slices
-from hflow.weights.adapters import A, B, ScaledAdapters
+from hflow.weights.adapters import ScaledAdapters
 from hflow.weights.incoming import IncomingWeights
 from hflow.weights.loading import HeldBoxes, LoadedWeights, load_verified
 

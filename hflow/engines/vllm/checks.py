@@ -20,9 +20,9 @@ from hflow.planner.forecast.memory.parts import QUANTIZED_ROWS
 from hflow.planner.models.descriptors import InstallProblem, ServedModel
 from hflow.planner.plan.request import trained_shape
 from hflow.planner.plan.traits import traits
-from hflow.shapes.architectures import FAMILIES, can_run
+from hflow.shapes.architectures import KNOWN_FAMILIES, knows_tensors
 from hflow.shapes.layout import RankOrder
-from hflow.shapes.model_shape import ModelShape
+from hflow.shapes.model_shape import EMBEDDING, OUTPUT, ModelShape
 
 if TYPE_CHECKING:
     from hflow.config.schema import LoraConfig
@@ -108,6 +108,12 @@ ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 def find_merging(served: ServedModel) -> str | None:
     """Return the reason why vLLM cannot compute with adapters beside its weights; None if it can."""
     lora = served.config.lora
+    if lora is not None and lora.dora:
+        return "vllm's own adapters have no magnitudes (dora)"
+    if lora is not None and lora.base is not None:
+        return f"its weights are rounded as the trainer's are (base={lora.base})"
+    if lora is not None and {EMBEDDING, OUTPUT}.intersection(lora.targets):
+        return "hflow adds those of embedding and output matrix to the weights of vllm"
     if lora is not None and lora.r > ADAPTER_RANKS[-1]:
         return f"vllm has no buffers for rank {lora.r} (at most {ADAPTER_RANKS[-1]})"
     if is_gpu(served.cluster.device) and served.config.compute_dtype != "bf16":
@@ -126,7 +132,7 @@ def check(served: ServedModel) -> Iterator[str]:
     """Yield why vLLM cannot serve a model, each with what to set instead."""
     replica, shape = served.replica, served.shape
     key = f"models.{replica.model}"
-    if shape is None or not can_run(shape):
+    if shape is None or not knows_tensors(shape):
         need = f"{replica.name}: vllm needs to know the tensors of the model"
         if served.family is None:
             yield (
@@ -135,8 +141,8 @@ def check(served: ServedModel) -> Iterator[str]:
             )
         else:
             yield (
-                f"{need}, which the planner knows for {', '.join(FAMILIES)}, but not for {served.family}. "
-                f"Set {key}.gen.engine=embedded."
+                f"{need}, which the planner knows for {', '.join(KNOWN_FAMILIES)}, but not for "
+                f"{served.family}. Set {key}.gen.engine=embedded."
             )
         return
     if shape.head != "lm":
@@ -146,6 +152,12 @@ def check(served: ServedModel) -> Iterator[str]:
     if (problem := head_size_problem(shape, served.cluster.device)) is not None:
         yield f"{replica.name}: {problem}. Set {key}.gen.engine=embedded."
     yield from _unquantizable(served, shape)
+    lora, tensor = served.config.lora, replica.layout.tensor
+    if lora is not None and lora.base is not None and tensor > 1:
+        yield (
+            f"{replica.name} has {tensor} tensor ranks, but {key}.lora.base={lora.base} rounds whole "
+            f"matrices. Set {key}.gen.layout=t1, {key}.gen.engine=embedded, or remove {key}.lora.base."
+        )
     if shape.num_heads % served.replica.layout.tensor == 0:
         yield from too_small_cache(served, shape, smallest_cache)
     yield from _ranks_apart(served)

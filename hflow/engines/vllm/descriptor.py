@@ -17,7 +17,7 @@ from hflow.engines.vllm.checks import (
 )
 from hflow.planner.models.descriptors import EngineKind, ServedModel, TrialRun, Variation
 from hflow.planner.plan.traits import BackendTraits
-from hflow.shapes.architectures import FAMILIES
+from hflow.shapes.architectures import KNOWN_FAMILIES
 from hflow.types.routed_experts import ROUTED_EXPERTS
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ ENGINE = EngineKind(
         is_model_parallel=True,
         vocab_multiple=64,
         pads_whole_vocab=True,
-        families=tuple(FAMILIES),
+        families=KNOWN_FAMILIES,
         has_own_process=True,
         has_own_attention=True,
         adapter_ranks=ADAPTER_RANKS,

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 from torch import Tensor, nn
 from typing_extensions import override
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -41,6 +42,7 @@ from hflow.engines.vllm.hf_mapping import checked, checkpoint_path, held_by_modu
 from hflow.engines.vllm.quantized_layers import QuantizedLayers
 from hflow.models.expert_tensors import file_tensors
 from hflow.models.host_copy import HostCopies
+from hflow.models.nf4 import is_rounded, rounded
 from hflow.processes.cores import bind_to_socket
 from hflow.types.tensor_slices import Block
 from hflow.weights.adapters import MergedWeights
@@ -63,6 +65,8 @@ class _UpdateInfo(WeightTransferUpdateInfo):
     """The rank's `IncomingWeights`, pickled."""
     scale: float | None = None
     """The factor of adapters' output, if adapters are what comes in."""
+    rounds_base: bool = False
+    """Whether the trainer's matrices beside adapters are rounded to 4 bits."""
 
 
 class Outcome(NamedTuple):
@@ -104,7 +108,7 @@ class HflowWeightTransfer(WeightTransferEngine[_InitInfo, _UpdateInfo]):
     def receive_weights(self, update_info: _UpdateInfo) -> None:
         """Receive, load and check all weights of a version."""
         try:
-            incoming = self._weights(cloudpickle.loads(update_info.incoming), update_info.scale)
+            incoming = self._weights(cloudpickle.loads(update_info.incoming), update_info)
             loaded = load_verified(incoming, self._load, self._boxes, self._quantized.checksums)
             self._quantized.check()
             self.outcome = Outcome(loaded=loaded)
@@ -112,7 +116,7 @@ class HflowWeightTransfer(WeightTransferEngine[_InitInfo, _UpdateInfo]):
             self.outcome = Outcome(error=error)
             self._finish()  # the model is whole again, with undefined weights
 
-    def _weights(self, incoming: IncomingWeights, scale: float | None) -> IncomingWeights:
+    def _weights(self, incoming: IncomingWeights, update_info: _UpdateInfo) -> IncomingWeights:
         """Return the weights of the whole model."""
         return incoming
 
@@ -148,7 +152,7 @@ class AdapterTransfer(HflowWeightTransfer):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._base: dict[str, Block] = {}
-        self._copies = HostCopies()
+        self._copies, self._is_rounded = HostCopies(), False
         places: set[int] = set()
         with self._copies.copying():
             for name, held in self._held.items():
@@ -158,9 +162,16 @@ class AdapterTransfer(HflowWeightTransfer):
         self._target = next(self.model.parameters()).device
 
     @override
-    def _weights(self, incoming: IncomingWeights, scale: float | None) -> IncomingWeights:
+    def _weights(self, incoming: IncomingWeights, update_info: _UpdateInfo) -> IncomingWeights:
+        scale = update_info.scale
         assert scale is not None, "adapters come with their scale"
-        return MergedWeights(incoming, self._base, scale, self._target)
+        if update_info.rounds_base and not self._is_rounded:
+            for name, held in self._base.items():
+                if is_rounded(name, held.shape):
+                    held.values.copy_(rounded(held.values))
+            self._is_rounded = True
+        sum_over_ranks = get_tp_group().all_reduce
+        return MergedWeights(incoming, self._base, scale, self._target, sum_over_ranks)
 
 
 class RankExtension:

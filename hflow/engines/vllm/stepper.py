@@ -227,8 +227,8 @@ class VllmStepper(Stepper):
         """Let every rank replace its weights; adapters are merged into them."""
         self._engine.collective_rpc("start_weight_update")
         lora = self._model.lora
-        scale = {} if lora is None else {"scale": lora.scale}
-        updates = [{"incoming": data, **scale} for data in incoming]
+        of_adapters = {} if lora is None else {"scale": lora.scale, "rounds_base": lora.base is not None}
+        updates = [{"incoming": data, **of_adapters} for data in incoming]
         self._engine.collective_rpc("update_weights", args=(updates,))
         self._engine.collective_rpc("finish_weight_update")
         outcomes: list[rank.Outcome] = self._engine.collective_rpc("hflow_outcome")

@@ -27,7 +27,19 @@ from hflow.planner.plan.optimizers import OPTIMIZERS, check_groups, optimizer_tr
 from hflow.planner.plan.request import PlanRequest, trained_shape
 from hflow.planner.plan.rows import BatchCut, EdgeRule, Replica
 from hflow.planner.plan.traits import first_with, traits
-from hflow.shapes.model_shape import kinds_of_layers, tensors
+from hflow.shapes.architectures import ROUTERS
+from hflow.shapes.model_shape import (
+    EMBEDDING,
+    EMBEDDING_A,
+    EMBEDDING_B,
+    OUTPUT,
+    A,
+    B,
+    ModelShape,
+    kinds_of_layers,
+    other_tensors,
+    tensors,
+)
 from hflow.types.kernels import AUTO_KERNELS
 
 MINIMUMS = {
@@ -70,6 +82,7 @@ def check_request(graph: Graph, request: PlanRequest) -> None:
             )
         _check_lora(graph, name, request)
         _check_base(graph, name, request)
+        _check_balance(graph, name, request)
         if name in trained_models(graph):
             _check_optimizer(name, request)
             _check_host_steps(name, config)
@@ -95,6 +108,49 @@ def _check_optimizer(name: str, request: PlanRequest) -> None:
         raise PlanError(
             f"models.{name}.optim.name is {config.optim.name}, which is for matrices of layers, but none of "
             f"{name} is trained; set models.{name}.optim.name={OPTIMIZERS.default}"
+        )
+
+
+def _check_balance(graph: Graph, name: str, request: PlanRequest) -> None:
+    """Raise if the balance of experts has no effect, or cannot be computed."""
+    config, shape, family = request.model(name), request.shapes.get(name), request.families.get(name)
+    balance, key = config.balance, f"models.{name}.balance"
+    if balance is None:
+        return
+    if name not in trained_models(graph):
+        raise PlanError(f"{key} is set, but no node trains {name}; remove it")
+    if not balance.coefficient and not balance.bias_rate:
+        raise PlanError(f"{key} has neither a loss nor a bias; set {key}.coefficient or {key}.bias_rate")
+    if balance.over is not None and not balance.coefficient:
+        raise PlanError(f"{key}.over is {balance.over}, but {key}.coefficient is 0; set it, or remove over")
+    if config.compile:
+        raise PlanError(
+            f"{key} is set, but compiled layers do not balance experts; set models.{name}.compile=false"
+        )
+    if shape is not None and shape.experts is None:
+        raise PlanError(f"{key} is set, but {name} has no experts (family {shape.family}); remove it")
+    router = ROUTERS.get(family or "")
+    if family is not None and router is None:
+        raise PlanError(
+            f"{key} is set, but experts are balanced in models of family {', '.join(ROUTERS)}, not {family}; "
+            "remove it"
+        )
+    if balance.bias_rate and router is not None and not router.has_bias:
+        biased = ", ".join(name for name, router in ROUTERS.items() if router.has_bias)
+        raise PlanError(
+            f"{key}.bias_rate is {balance.bias_rate:g}, but routers of family {family} have no bias, unlike "
+            f"those of {biased}; set {key}.coefficient in its place"
+        )
+    if balance.bias_rate and config.lora is not None:
+        raise PlanError(
+            f"{key}.bias_rate is {balance.bias_rate:g}, but only adapters are trained, saved and sent; set "
+            f"{key}.coefficient in its place"
+        )
+    averaging = [node.spec for node in graph.nodes if node.spec.verb == "update" and name in node.spec.models]
+    if balance.bias_rate and averaging:
+        raise PlanError(
+            f"{key}.bias_rate is {balance.bias_rate:g}, but {averaging[0].name} "
+            f"({averaging[0].where}) updates weights alone; set {key}.coefficient in its place"
         )
 
 
@@ -172,6 +228,7 @@ def _check_lora(graph: Graph, name: str, request: PlanRequest) -> None:
             f"{key} is set, but the {config.backend} backend cannot train adapters; set "
             f"models.{name}.backend={first_with('has_adapters')}, or remove {key}"
         )
+    _check_lora_options(name, config, shape)
     if config.kernels == "transformer_engine" or config.fp8 is not None:
         asked, instead = te_setting(name, config)
         raise PlanError(
@@ -189,11 +246,13 @@ def _check_lora(graph: Graph, name: str, request: PlanRequest) -> None:
         trained = trained_shape(shape, config.lora)
     except PlanError as error:
         raise PlanError(f"models.{name}.{error}") from None
-    sizes = {spec.shape[".lora_A." in spec.name]: spec for kind in kinds_of_layers(trained) for spec in kind}
+    specs = [spec for kind in (*kinds_of_layers(trained), other_tensors(trained)) for spec in kind]
+    sides = {A: 1, EMBEDDING_A: 1, B: 0, EMBEDDING_B: 0}
+    sizes = {x.shape[axis]: x for x in specs for end, axis in sides.items() if x.name.endswith(end)}
     if not sizes:
         raise PlanError(f"{key}.targets is empty, so nothing is trained; set {key}.targets=[all-linear]")
     if config.lora.r > min(sizes):
-        module = sizes[min(sizes)].name.split(".")[-3]
+        module = sizes[min(sizes)].name.partition(".lora_")[0].split(".")[-1]
         raise PlanError(
             f"{key}.r is {config.lora.r}, but {module} has only {min(sizes)} rows or columns; set "
             f"{key}.r={min(sizes)} or less"
@@ -217,6 +276,11 @@ def _check_base(graph: Graph, name: str, request: PlanRequest) -> None:
             f"{asked}, which uses the weights of {owner.base_of} itself; name a model with weights of its own"
         )
     trained, written = trained_models(graph), written_models(graph)
+    if config.lora is not None and owner.lora is not None and owner.lora.base is not None:
+        raise PlanError(
+            f"{asked}, whose weights are in 4 bits, beside which one model's adapters are trained; remove "
+            f"{of_owner}.lora.base or {key}"
+        )
     if owner.lora is None or config.base_of not in trained:
         raise PlanError(
             f"{asked}, whose weights are not those of a model with adapters; set {of_owner}.lora, or remove "
@@ -259,6 +323,36 @@ def _check_base(graph: Graph, name: str, request: PlanRequest) -> None:
             f"models.{name}.offload is all, but its weights are those of {config.base_of}; set it to none or "
             f"optimizer, or set {of_owner}.offload=all"
         )
+
+
+def _check_lora_options(name: str, config: ModelConfig, shape: ModelShape | None) -> None:
+    """Raise if the backend cannot have adapters of a kind, or two options exclude each other."""
+    lora, key = config.lora, f"models.{name}.lora"
+    assert lora is not None
+    outer = next((target for target in (EMBEDDING, OUTPUT) if target in lora.targets), None)
+    if lora.dora and outer is not None:
+        raise PlanError(
+            f"{key}.dora is set, but {outer} has no magnitudes; remove it from {key}.targets, or set "
+            f"{key}.dora=false"
+        )
+    asked = {
+        f"{key}.dora is set": lora.dora,
+        f"{key}.targets has {outer}": outer is not None,
+        f"{key}.base is {lora.base}": lora.base is not None,
+    }
+    for option in (option for option, is_asked in asked.items() if is_asked):
+        if not traits(config.backend).has_all_adapters:
+            raise PlanError(
+                f"{option}, but the {config.backend} backend cannot train that; set "
+                f"models.{name}.backend={first_with('has_all_adapters')}, or remove it"
+            )
+    if lora.base is not None and config.compile:
+        raise PlanError(
+            f"{key}.base is {lora.base}, whose products are not compiled; set models.{name}.compile=false"
+        )
+    if lora.base is not None and shape is not None and (shape.experts or shape.vision):
+        part = "experts" if shape.experts else "towers"
+        raise PlanError(f"{key}.base is {lora.base}, but models with {part} are not rounded yet; remove it")
 
 
 def _check_schedule(settings: ScheduleConfig, batch: int) -> None:

@@ -20,7 +20,7 @@ from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import Plan, Replica
 from hflow.planner.plan.traits import BACKENDS, ENGINES, Trait, first_with, traits
 from hflow.planner.weights.weight_routes import transport_reasons
-from hflow.shapes.architectures import EXPERT_FAMILIES, FAMILIES, can_run
+from hflow.shapes.architectures import EXPERT_FAMILIES, FAMILIES, UNSUPPORTED
 from hflow.shapes.layout import Layout
 from hflow.shapes.model_shape import ModelShape
 from hflow.types.kernels import head_size_problem
@@ -62,7 +62,7 @@ def _reasons(plan: Plan, request: PlanRequest, chosen: Container[str], fits: Fit
             yield from _routing_replay_reasons(node, plan, request)
         if node.spec.verb == "generate" and plan.graph.stream(node.stream).parent is not None:
             yield from _derived_stream_reasons(node, plan)
-    yield from _family_reasons(plan, fits)
+    yield from _family_reasons(plan, request, fits)
     yield from _head_size_reasons(plan)
     yield from layer_reasons(plan, request)
     for replica in plan.replicas:
@@ -104,17 +104,30 @@ def _quantization_reasons(replica: Replica, request: PlanRequest) -> Iterator[st
         )
 
 
+def builds(backend: str, family: str) -> bool:
+    """Return whether a backend or an engine runs models of a family that the planner knows."""
+    families = traits(backend).families
+    return family not in UNSUPPORTED if families is None else family in families
+
+
 def runs_family(backend: str, shape: ModelShape | None) -> bool:
     """Return whether a backend or an engine runs models of a family; of unknown sizes, each says itself."""
-    return shape is None or can_run(shape) or traits(backend).families is None
+    return shape is None or builds(backend, shape.family)
 
 
-def _family_reasons(plan: Plan, fits: FitsFunction) -> Iterator[str]:
+def _family_reasons(plan: Plan, request: PlanRequest, fits: FitsFunction) -> Iterator[str]:
     """Yield the models of families that their backends and engines do not build yet."""
     backends: dict[str, dict[str, str]] = {}
     shapes, known = dict(plan.shapes), ", ".join(FAMILIES)
+    families = {replica.model: request.families.get(replica.model) or "" for replica in plan.replicas}
+    nowhere = {model: family for model, family in families.items() if family in UNSUPPORTED}
+    for model, family in nowhere.items():
+        yield (
+            f"models.{model} is of family {family}, which {UNSUPPORTED[family]}, so that it can be planned "
+            f"but not run. Use a model of another family, such as {known}."
+        )
     for replica in plan.replicas:
-        if not runs_family(replica.backend, shapes.get(replica.model)):
+        if replica.model not in nowhere and not runs_family(replica.backend, shapes.get(replica.model)):
             is_engine = replica.role == "gen"
             key = f"models.{replica.model}.{'gen.engine' if is_engine else 'backend'}"
             backends.setdefault(replica.model, {})[key] = replica.backend
@@ -141,16 +154,16 @@ def _head_size_reasons(plan: Plan) -> Iterator[str]:
     """Yield the models with attention heads of a size that the planned kernel does not compute."""
     shapes = dict(plan.shapes)
     known = [replica for replica in plan.replicas if replica.model in shapes]
-    reasons = [head_size_reason(r, plan, shapes[r.model].head_dim) for r in known]
+    reasons = [head_size_reason(r, plan, shapes[r.model].head_dim, shapes[r.model].has_sinks) for r in known]
     yield from (f"{reason}." for reason in dict.fromkeys(reasons) if reason)
 
 
-def head_size_reason(replica: Replica, plan: Plan, head_size: int) -> str | None:
+def head_size_reason(replica: Replica, plan: Plan, head_size: int, has_sinks: bool = False) -> str | None:
     """Return the reason why a replica's attention kernel cannot compute its heads; None if it can."""
     if replica.role == "gen" and traits(replica.backend).has_own_attention:
         return None
     kernel = next(choice.kernel for choice in plan.attention if choice.replica == replica.name)
-    problem, model = head_size_problem(kernel, head_size), replica.model
+    problem, model = head_size_problem(kernel, head_size, has_sinks), replica.model
     return problem and f"{model} {problem}. Set models.{model}.dtype=fp32, or use another architecture"
 
 
@@ -287,7 +300,7 @@ def _routing_replay_reasons(node: Node, plan: Plan, request: PlanRequest) -> Ite
         return
     (model,), key = node.spec.models, f"nodes.{node.name}.routing_replay"
     shape = dict(plan.shapes).get(model)
-    if shape is not None and shape.experts is not None and not can_run(shape):
+    if shape is not None and shape.experts is not None and shape.family not in EXPERT_FAMILIES:
         families = ", ".join(EXPERT_FAMILIES)
         yield (
             f"{key} is set, but experts are replayed in models of family {families}, not {shape.family}. "

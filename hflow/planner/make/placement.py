@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import networkx as nx
 
+from hflow.base.errors import PlanError
 from hflow.graph.ir import Graph, Level, Node
 from hflow.graph.model import Model
 from hflow.graph.queries import data_flow, root_stream, saved_models, topological_order, written_models
@@ -105,12 +106,24 @@ def with_adapters(graph: Graph, replicas: tuple[Replica, ...], request: PlanRequ
             owner = trainers.get(asked or "")
         else:
             owner = None if model.name in written else trainers.get(asked or _origin(model, request))
-            if owner is not None and model.head != models[owner.model].head:
-                owner = None
-        if owner is not None and _are_alike(replica, owner, request):
-            replica = replace(replica, base_of=owner.name)
+        if owner is not None:
+            has_same_head = replica.role != "infer" or model.head == models[owner.model].head
+            if has_same_head and _are_alike(replica, owner, request):
+                replica = replace(replica, base_of=owner.name)
+            elif replica.role == "infer":
+                _check_copied_base(replica, owner, request)
         changed.append(replica)
     return tuple(changed)
+
+
+def _check_copied_base(replica: Replica, trainer: Replica, request: PlanRequest) -> None:
+    """Refuse a copy of weights that the trainer has in 4 bits, as it would have others."""
+    lora, key = request.model(trainer.model).lora, f"models.{trainer.model}.lora.base"
+    if lora is not None and lora.base is not None:
+        raise PlanError(
+            f"{key} is {lora.base}, and {replica.name} would have a copy of the weights that is not rounded; "
+            f"give it the devices, layout, backend and dtype of {trainer.name}, or remove {key}"
+        )
 
 
 def _are_alike(replica: Replica, owner: Replica, request: PlanRequest) -> bool:

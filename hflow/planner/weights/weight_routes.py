@@ -25,7 +25,7 @@ from hflow.planner.plan.rows import DeviceGroup, Plan, Replica, WeightRoute, bat
 from hflow.planner.plan.traits import traits
 from hflow.planner.weights.resharding import add_rows
 from hflow.planner.weights.sharding import mean_copies, num_publishers
-from hflow.shapes.architectures import can_run
+from hflow.shapes.architectures import knows_tensors
 from hflow.shapes.model_shape import DTYPE_BYTES, ModelShape
 
 STORE_FRACTION = 0.3
@@ -85,7 +85,7 @@ def weight_route(src: Replica, gen: Replica, request: PlanRequest, count: CountB
     route = WeightRoute(gen.model, src.name, gen.name, way_of(src, gen, config, request))
     if shape is not None:
         route = count(route, src, gen, shape, DTYPE_BYTES[config.compute_dtype], request.cluster)
-        if not can_run(shape):
+        if not knows_tensors(shape):
             route = replace(route, rows=(), worker_sets=())
     return _with_transport(route, src, gen, config, request)
 

@@ -19,15 +19,23 @@ from typing_extensions import override
 from hflow.base.durable_files import WriteFiles
 from hflow.base.errors import BackendError
 from hflow.data.batches.batch import Batch
-from hflow.models.adapter import adapter_weights, adapters_off, share_parameters
+from hflow.models.adapter import (
+    adapter_weights,
+    adapters_off,
+    base_buffers,
+    set_magnitudes,
+    share_parameters,
+)
 from hflow.models.device import local_device
 from hflow.models.dtypes import DTYPES
+from hflow.models.expert_balance import ExpertBalance, let_routers_balance, routers_of
 from hflow.models.expert_replay import let_routers_replay
 from hflow.models.hf_config import family_of
 from hflow.models.host_copy import HostCopies
 from hflow.models.host_offload import HostOffload
 from hflow.models.packed_attention import PACKED, packed_attention
 from hflow.models.settings import ModelSettings, RankPosition
+from hflow.shapes.architectures import ROUTERS, SCORE_BIAS
 from hflow.shapes.layout import Layout
 from hflow.training.fsdp.build import build_model
 from hflow.training.fsdp.held_weights import draw_held_weights, load_held_weights
@@ -79,8 +87,9 @@ class TorchModel(ModelBackend):
         group = position.group
         self.group = group if group is not None and group.size() > 1 else None
         self._layout = position.layout if self.group is not None else Layout()
+        is_rounded = settings.lora is not None and settings.lora.base is not None  # every rank has all of it
         self._model, head = build_model(
-            settings, is_sharded=self.group is not None, has_base=owner is not None
+            settings, is_sharded=self.group is not None and not is_rounded, has_base=owner is not None
         )
         self._runner = self._make_runner(head, owner)
         self._optimizer = self._make_optimizer() if settings.trainable else None
@@ -94,7 +103,8 @@ class TorchModel(ModelBackend):
         """Return this rank's shard of every weight. Weights that FSDP has gathered are freed first."""
         module = self._runner.module
         reshard(module)
-        return [local_shard(weight.detach()) for weight in module.parameters()]
+        shards = [local_shard(weight.detach()) for weight in module.parameters()]
+        return [*shards, *base_buffers(self._model)]
 
     def _make_optimizer(self) -> TorchOptimizer:
         """Return the optimizer of the weights that are trained, in the module's order."""
@@ -137,6 +147,7 @@ class TorchModel(ModelBackend):
             compile_layers(layers, settings.name)
         else:
             let_routers_replay(layers)
+        balance = self._make_balance(layers, device)
 
         def fill() -> None:
             if owner is not None:
@@ -150,11 +161,29 @@ class TorchModel(ModelBackend):
             load_held_weights(Path(settings.path), self._model)
         elif lacks_weights:
             draw_held_weights(settings.seed, self._model)
+        if lacks_weights and settings.lora is not None:
+            set_magnitudes(self._model)
         if settings.offload == "all" and self.group is None and device.type == "cpu":
             for weight in module.parameters():  # memory of a mapped checkpoint cannot be freed
                 weight.data = weight.data.clone()
         splitter = MicrobatchSplitter(settings.tokens_per_microbatch, settings.head, self.group, device)
-        return TorchRunner(module, device, dtype, self.group, splitter, settings.zero_stage)
+        return TorchRunner(module, device, dtype, self.group, splitter, settings.zero_stage, balance)
+
+    def _make_balance(self, layers: Iterable[nn.Module], device: torch.device) -> ExpertBalance | None:
+        """Return the balance of the experts, which its routers compute; None: they are not balanced."""
+        config, family = self.settings.balance, self._model.config.model_type
+        if config is None:
+            return None
+        if family not in ROUTERS:
+            raise BackendError(
+                f"models.{self.settings.name}.balance is set, but experts are balanced in models of family "
+                f"{', '.join(ROUTERS)}, not {family}; remove it"
+            )
+        let_routers_balance(layers, ROUTERS[family])
+        routers = [router for _, router in routers_of(layers, ROUTERS[family])]
+        num_experts, per_token = routers[0].weight.shape[0], routers[0].top_k
+        biases = tuple(getattr(router, SCORE_BIAS) for router in routers) if config.bias_rate else ()
+        return ExpertBalance(config, len(routers), num_experts, per_token, device, self.group, biases=biases)
 
     @override
     def infer(self, call: NodeCall, shards: Sequence[Batch]) -> list[Batch]:

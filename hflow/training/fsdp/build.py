@@ -70,7 +70,8 @@ def build_model(
     if settings.lora is not None:
         add_adapter(model, settings)
     if settings.head == "lm":
-        return model, _output_matrix(model)
+        output: Any = model.get_output_embeddings  # peft's module, if it has an adapter
+        return model, output()
     _remove_output_matrix(model)
     return model, scalar_head(settings, model.config.get_text_config().hidden_size)
 

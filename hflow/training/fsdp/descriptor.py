@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hflow.planner.models.descriptors import Backend
 from hflow.planner.plan.traits import BackendTraits
-from hflow.shapes.architectures import FAMILIES, read_shape
+from hflow.shapes.architectures import KNOWN_FAMILIES, read_shape
 from hflow.shapes.model_shape import tensors
 from hflow.training.fsdp import memory
 
@@ -32,7 +32,7 @@ def _check_model(settings: ModelSettings, config: PreTrainedConfig) -> None:
     check_installed(settings)
     if settings.path is None:
         return
-    shape = read_shape(config.to_dict()) if config.model_type in FAMILIES else None
+    shape = read_shape(config.to_dict()) if config.model_type in KNOWN_FAMILIES else None
     expected = {} if shape is None else {spec.name: spec.shape for spec in tensors(shape)}
     if settings.head != "lm":
         expected.pop("lm_head.weight", None)
@@ -47,6 +47,7 @@ BACKEND = Backend(
         shares_prompts=True,
         has_adapters=True,
         shares_base=True,
+        has_all_adapters=True,
         compiles_layers=True,
     ),
     factory=_make_model,

@@ -15,16 +15,17 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from hflow.base.durable_files import WriteFiles
-from hflow.models.adapter import adapter_weights, base_parameters, saved_peft_config, write_adapter
+from hflow.models.adapter import adapter_weights, base_tensors, rounding_of, saved_peft_config, write_adapter
 from hflow.models.expert_tensors import stacked_views
 from hflow.models.heads import head_prefix, saved_config
 from hflow.models.host_copy import HostCopies
 from hflow.models.settings import MERGED, ModelSettings
+from hflow.shapes.architectures import SCORE_BIAS
 from hflow.training.fsdp.optimizer import local_shard
 from hflow.training.fsdp.shard_collectives import gather_in_place, replicate_index, shard_group
 from hflow.training.hf_files import Copies, FileDivision, check_is_shared
 from hflow.types.tensor_slices import BUCKET_BYTES, Block, Box, numel, whole_box
-from hflow.weights.adapters import A, B, merge
+from hflow.weights.adapters import with_adapter
 
 Named = tuple[str, Tensor]
 ReceiverOf = Callable[[str], int]
@@ -108,17 +109,15 @@ def merged_weights(
     adapters = dict(
         gather_tensors(((n, x.detach()) for n, x in adapter_weights(model).items()), torch.float32)
     )
-    for name, tensor in gather_tensors(_base_tensors(model, head, kind), dtype):
-        path = name.removesuffix("weight")
-        if path + A in adapters:
-            tensor = merge(tensor, adapters[path + A], adapters[path + B], scale)
-        yield name, tensor
+    for name, tensor in gather_tensors(_all_tensors(model, head, kind), dtype):
+        yield name, with_adapter(adapters, scale, name, tensor)
 
 
-def _base_tensors(model: PreTrainedModel, head: nn.Module, kind: str) -> list[Named]:
-    """Return every weight but adapters, as this rank stores it."""
-    base = base_parameters(model).items()
-    return [(name, weight.detach()) for name, weight in (*base, *_scalar_weights(head, kind))]
+def _all_tensors(model: PreTrainedModel, head: nn.Module, kind: str) -> Iterator[Named]:
+    """Yield every weight but adapters, as this rank stores it."""
+    yield from base_tensors(model)
+    for name, weight in _scalar_weights(head, kind):
+        yield name, weight.detach()
 
 
 def copy_model(
@@ -157,7 +156,7 @@ def copy_model(
     adapters = dict(collect_tensors(stored, dtype, rank, host, lambda name: 0))
     write_merged: WriteFiles = list
     if lora.save_merged:
-        base, scale = _base_tensors(model, head, kind), lora.scale
+        base, scale = [(n, x.to("meta")) for n, x in _all_tensors(model, head, kind)], lora.scale
 
         def merged(receiver_of: ReceiverOf) -> Iterator[Named]:
             for name, tensor in merged_weights(model, head, kind, dtype, scale):
@@ -166,10 +165,10 @@ def copy_model(
 
         write_merged = _copy_files(model, kind, directory / MERGED, base, merged, dtype, group)
 
-    config = saved_peft_config(model, settings)
+    config, rounding = saved_peft_config(model, settings), rounding_of(settings)
 
     def write() -> list[Path]:
-        paths = write_adapter(directory, config, kind, adapters) if rank == 0 else []
+        paths = write_adapter(directory, config, kind, adapters, rounding) if rank == 0 else []
         return [*paths, *write_merged()]
 
     return write
@@ -245,7 +244,7 @@ def _whole_tensors(
     prefix = head_prefix(kind) if kind == "value" else None
     ignored = set(model._keys_to_ignore_on_save or ())
     return {
-        name: torch.empty(x.shape, dtype=dtype if x.is_floating_point() else x.dtype, device="meta")
+        name: torch.empty(x.shape, dtype=_dtype_of(name, x, dtype), device="meta")
         for name, x in stored
         if name not in ignored and (prefix is None or not name.startswith(prefix))
     }
@@ -290,7 +289,7 @@ def gather_tensors(named: Iterable[Named], dtype: torch.dtype) -> Iterator[Named
     bucket: list[tuple[str, DTensor]] = []
     num_bytes = 0
     for name, tensor in named:
-        cast = tensor.to(dtype) if tensor.is_floating_point() else tensor
+        cast = tensor.to(_dtype_of(name, tensor, dtype))
         if not isinstance(cast, DTensor):
             yield name, cast
             continue
@@ -301,6 +300,14 @@ def gather_tensors(named: Iterable[Named], dtype: torch.dtype) -> Iterator[Named
             bucket, num_bytes = [], 0
     if bucket:
         yield from _gather_bucket(bucket)
+
+
+def _dtype_of(name: str, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a tensor is sent and saved: `dtype`, but for integers and biases of scores.
+
+    transformers keeps these in fp32 in models of any dtype, as their steps are small.
+    """
+    return dtype if tensor.is_floating_point() and not name.endswith(f".{SCORE_BIAS}") else tensor.dtype
 
 
 def collect_tensors(
@@ -318,7 +325,7 @@ def collect_tensors(
         receiver_of: returns the rank to which alone a tensor is yielded.
     """
     for name, tensor in named:
-        wanted = dtype if tensor.is_floating_point() else tensor.dtype
+        wanted = _dtype_of(name, tensor, dtype)
         if isinstance(tensor, DTensor):
             whole = _gather_pieces(tensor, wanted, receiver_of(name), host)
             if whole is not None:

@@ -14,12 +14,15 @@ from torch.distributed import ProcessGroup
 
 from hflow.base.errors import RunError
 from hflow.data.batches.batch import Batch, Column
+from hflow.models.expert_balance import ExpertBalance
 from hflow.training.interface import (
+    BALANCE_LOSS,
     BEHAV_GAP,
     ENGINE_GAP,
     GRAD_NORM,
     LEARNING_RATE,
     LOSS,
+    MAX_LOAD,
     NUM_COMPUTED_TOKENS,
     NUM_ENGINE_TOKENS,
     NUM_TRAINED_TOKENS,
@@ -76,6 +79,8 @@ class StepRecord:
     """Updates that were skipped. Their losses and metrics are not part of this."""
     replayed: Tensor | float = 0.0
     """This rank's sum of `ReplayedExperts.counts`."""
+    routed: Tensor | None = None
+    """What `ExpertBalance.total` returned for a minibatch; None: its experts are not balanced."""
 
     def finish(self, group: ProcessGroup | None) -> dict[str, float]:
         """Return the metrics of the step; a collective over `group`, one rank for each data index.
@@ -123,11 +128,13 @@ def run_train(
     optimizer: Optimizer,
     group: ProcessGroup | None,
     first_pass: FirstPassRunner,
+    balance: ExpertBalance | None = None,
 ) -> StepRecord:
     """Run every minibatch of every epoch, with one optimizer step each.
 
-    A minibatch without any learned entry makes no optimizer step. Nor does one whose gradient is not finite,
-    if the optimizer skips such steps. All ranks skip the same ones, as they decide by the same norm.
+    A minibatch without any learned or observed entry makes no optimizer step. Nor does one whose gradient is
+    not finite, if the optimizer skips such steps. All ranks skip the same ones, as they decide by the same
+    norm.
 
     Args:
         call: the node's body and its options.
@@ -137,6 +144,7 @@ def run_train(
         optimizer: steps once for each minibatch.
         group: all ranks of the replica; None for one.
         first_pass: runs before the loss of each minibatch, if the node has a first pass.
+        balance: the balance of the model's experts; None: they are not balanced.
 
     Raises:
         RunError: if the loss has a wrong shape, or a gradient is not finite and not skipped.
@@ -149,11 +157,11 @@ def run_train(
     record = StepRecord(num_tokens=sum(minibatch.totals[Unit.TOKEN] for minibatch in minibatches))
     for update in range(num_updates):
         minibatch = minibatches[update % len(minibatches)]
-        if not minibatch.totals[unit]:
+        if not minibatch.totals[unit] and not minibatch.num_observed:
             continue
         is_first_epoch, has_changed = update < len(minibatches), len(record.gradient_norms) > 0
         progress = UpdateProgress(step, update, num_updates, is_first_epoch, has_changed)
-        loss = Loss(call, field_name, unit, reduction, minibatch.totals, progress)
+        loss = Loss(call, field_name, unit, reduction, minibatch.totals, minibatch.num_observed, progress)
         attempt = StepRecord()
         accumulate(loss, first_pass(call, minibatch, progress), attempt)
         norm = optimizer.gradient_norm()
@@ -172,6 +180,13 @@ def run_train(
         record.gradient_norms.append(norm)
         record.lr = optimizer.lr
         optimizer.step(norm)
+        if balance is not None:
+            assert attempt.routed is not None, "the backend counts the tokens of experts"
+            balance.move_biases(attempt.routed)
+            loss_of_balance, max_load = balance.figures(attempt.routed)
+            record.metrics.add_entries(MAX_LOAD.suffix, max_load)
+            if balance.config.coefficient:
+                record.metrics.add_entries(BALANCE_LOSS.suffix, loss_of_balance)
     return record
 
 

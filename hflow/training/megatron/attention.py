@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from hflow.models.expert_balance import BalancedTokens
 from hflow.models.expert_replay import ReplayedExperts
 from hflow.models.packed_attention import PackedLayout, attend
 from hflow.training.megatron.context_parallel import RowDivision, attend_to_all
@@ -34,6 +35,8 @@ class PackedInputs:
     """With context parallelism, U is the number of this rank's rows."""
     replayed: ReplayedExperts | None = None
     """The experts that this rank's routers are to choose; None: they choose themselves."""
+    balanced: BalancedTokens | None = None
+    """What this rank's routers count and balance; None: nothing."""
     qkv_format: str = "thd"
     """Tells megatron that there is no batch axis."""
 
@@ -46,6 +49,7 @@ class PackedInputs:
         dtype: torch.dtype,
         division: RowDivision | None = None,
         replayed: ReplayedExperts | None = None,
+        balanced: BalancedTokens | None = None,
     ) -> PackedInputs:
         """Compute the rotations.
 
@@ -56,10 +60,12 @@ class PackedInputs:
             dtype: the dtype of the forward pass.
             division: the division of the rows over context ranks; None without context parallelism.
             replayed: the experts that routers are to choose; None: they choose themselves.
+            balanced: what routers count and balance; None: nothing.
         """
         angles = position_ids[:, None].float() * frequencies
         angles = torch.cat((angles, angles), dim=-1)[:, None]
-        return cls(layout, angles.cos().to(dtype), angles.sin().to(dtype), division, replayed)
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        return cls(layout, cos, sin, division, replayed, balanced)
 
     @property
     def num_tokens(self) -> int:

@@ -14,9 +14,11 @@ from hflow.base.durable_files import WriteFiles
 from hflow.base.errors import BackendError
 from hflow.config.schema import Offload
 from hflow.data.batches.batch import Batch
+from hflow.models.expert_balance import ExpertBalance
 from hflow.models.host_copy import HostCopies
 from hflow.models.host_offload import HostOffload
 from hflow.models.settings import ModelSettings, RankPosition
+from hflow.shapes.model_shape import expert_layers
 from hflow.training.interface import ModelBackend, NodeCall, TrainShard
 from hflow.training.loop.inputs import check_sequences, check_temperature
 from hflow.training.loop.microbatches import MicrobatchSplitter
@@ -50,7 +52,8 @@ class MegatronModel(ModelBackend):
         self._stage = stage = build_stage(settings, ParallelState.of(position))
         self._optimizer = MegatronOptimizer(stage, settings) if settings.trainable else None
         schedule = _make_schedule(stage, self._optimizer, settings.offload_activations)
-        self._runner = MegatronRunner(stage, schedule, _make_splitter(stage, settings))
+        splitter, balance = _make_splitter(stage, settings), _make_balance(stage, settings)
+        self._runner = MegatronRunner(stage, schedule, splitter, balance)
         self._offload = _make_offload(stage, self._optimizer, settings.offload)
         self._offload.start()
         self._copies, self._state_copies = HostCopies(), HostCopies()
@@ -139,6 +142,18 @@ class MegatronBase(MegatronModel):
 def _make_splitter(stage: Stage, settings: ModelSettings) -> MicrobatchSplitter:
     heads = stage.parallel.groups.dp if stage.parallel.data > 1 else None
     return MicrobatchSplitter(settings.tokens_per_microbatch, settings.head, heads, stage.device)
+
+
+def _make_balance(stage: Stage, settings: ModelSettings) -> ExpertBalance | None:
+    config, shape, parallel = settings.balance, stage.shape, stage.parallel
+    if config is None:
+        return None
+    assert shape.experts is not None, "a plan balances experts only where there are some"
+    num_layers = expert_layers(shape, 0, shape.num_layers)
+    sizes = num_layers, shape.experts.num, shape.experts.per_token
+    whole = parallel.group if parallel.group.size() > 1 else None
+    stage_ranks = parallel.groups.tp_cp
+    return ExpertBalance(config, *sizes, stage.device, whole, stage_ranks if stage_ranks.size() > 1 else None)
 
 
 def _make_schedule(

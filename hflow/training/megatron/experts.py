@@ -1,8 +1,8 @@
 """The router and the experts of a mixture-of-experts layer, computed as transformers does.
 
 Megatron's `MoELayer` calls both, and sends tokens to the ranks that have their experts in between. Its own
-router and experts are not used: its fast experts need Transformer Engine, and its router has losses and
-limits that a policy must not have.
+router and experts are not used: its fast experts need Transformer Engine, and the losses of its router
+depend on micro-batches.
 
 Axes: U' tokens of this rank, D hidden, N experts of the model, n of this rank, R rows (tokens that were sent
 to this rank, once for each of its experts), F rows of an expert, T tensor ranks.
@@ -20,6 +20,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, linear
 
+from hflow.models.expert_balance import BalancedTokens
 from hflow.models.expert_replay import ReplayedExperts, choose_experts
 from hflow.shapes.model_shape import ModelShape
 from hflow.training.megatron.layers import gated_silu
@@ -29,7 +30,7 @@ _ALIGNMENT = 16
 
 
 class Router(nn.Module):
-    """Chooses each token's experts and their weights. No loss balances the load of the experts."""
+    """Chooses each token's experts and their weights."""
 
     def __init__(
         self,
@@ -56,6 +57,8 @@ class Router(nn.Module):
         """Index among the layers with experts."""
         self.replayed: ReplayedExperts | None = None
         """What the next forward is to choose for its U' tokens; None: it chooses itself."""
+        self.balanced: BalancedTokens | None = None
+        """What the next forward is to count and balance; None: nothing."""
         self.weight = nn.Parameter(
             torch.empty(model.experts.num, config.hidden_size, dtype=config.params_dtype)
         )
@@ -67,9 +70,11 @@ class Router(nn.Module):
         logits = linear(hidden.flatten(0, 1), self.weight)
         probabilities = logits.softmax(-1, dtype=torch.float32)
         chosen, index = choose_experts(probabilities, self.per_token, self.replayed, self._layer)
-        self.replayed = None
         if self.normalizes:
             chosen = chosen / chosen.sum(-1, keepdim=True)
+        if self.balanced is not None:
+            chosen = self.balanced.balance(self._layer, chosen, logits, index, "softmax")
+        self.replayed = self.balanced = None
         weights = torch.zeros_like(logits).scatter(1, index, chosen.to(logits.dtype))
         is_chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, index, value=True)
         return weights, is_chosen
@@ -79,8 +84,8 @@ class Router(nn.Module):
         self._layer = self._layers.index(layer_number - 1)
 
 
-def let_routers_replay(block: nn.Module) -> None:
-    """Let the routers of megatron's layers choose what `PackedInputs` says.
+def inform_routers(block: nn.Module) -> None:
+    """Let the routers of megatron's layers choose, and balance, what `PackedInputs` says.
 
     Each layer hands it to its router when it is called, also when it is computed again in a backward pass.
     """
@@ -90,7 +95,8 @@ def let_routers_replay(block: nn.Module) -> None:
 
 
 def _hand_over(router: Router, layer: nn.Module, args: object, kwargs: dict[str, Any]) -> None:
-    router.replayed = kwargs["packed_seq_params"].replayed
+    inputs = kwargs["packed_seq_params"]
+    router.replayed, router.balanced = inputs.replayed, inputs.balanced
 
 
 class GroupedExperts(nn.Module):

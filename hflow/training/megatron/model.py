@@ -28,12 +28,13 @@ from transformers import PreTrainedConfig
 from hflow.base.errors import BackendError
 from hflow.models.device import local_device
 from hflow.models.dtypes import DTYPES
+from hflow.models.expert_balance import BalancedTokens
 from hflow.models.expert_replay import ReplayedExperts
 from hflow.models.heads import ScalarHead
 from hflow.models.hf_config import read_config, translate_errors
 from hflow.models.packed_attention import PackedLayout
 from hflow.models.settings import ModelSettings
-from hflow.shapes.model_shape import ModelShape, adapted_shape
+from hflow.shapes.model_shape import ModelShape, adapted_shape, adapter_targets
 from hflow.training.fsdp.build import HEADS, check_choice
 from hflow.training.loop.logprobs import OutputMatrix
 from hflow.training.megatron.adapters import add_adapters
@@ -41,7 +42,7 @@ from hflow.training.megatron.attention import PackedInputs, rotary_frequencies
 from hflow.training.megatron.checkpoint_reader import load_parameters, open_weights
 from hflow.training.megatron.config import block_spec, transformer_config
 from hflow.training.megatron.context_parallel import RowDivision
-from hflow.training.megatron.experts import let_routers_replay
+from hflow.training.megatron.experts import inform_routers
 from hflow.training.megatron.hf_mapping import (
     MappedParameter,
     ShardPosition,
@@ -124,6 +125,7 @@ class Stage:
         layout: PackedLayout,
         division: RowDivision | None = None,
         replayed: ReplayedExperts | None = None,
+        balanced: BalancedTokens | None = None,
     ) -> dict[str, Any]:
         """Return the arguments of `module`, on every stage.
 
@@ -133,10 +135,13 @@ class Stage:
             layout: the layout of the sequences, made for this stage's dtype.
             division: the division of the U rows over context ranks; None without context parallelism.
             replayed: what `replayed_here` returned; None: routers choose experts themselves.
+            balanced: what routers count and balance, of this rank's rows; None: nothing.
         """
         if division is not None:
             input_ids, position_ids = input_ids[division.rows], position_ids[division.rows]
-        packed = PackedInputs.of(layout, position_ids, self.frequencies, self.dtype, division, replayed)
+        packed = PackedInputs.of(
+            layout, position_ids, self.frequencies, self.dtype, division, replayed, balanced
+        )
         num_padding = -len(input_ids) % self.row_multiple
         return {
             "input_ids": pad(input_ids, (0, num_padding))[None],
@@ -156,11 +161,28 @@ class Stage:
         if division is not None:
             index, num_tokens = index[division.rows], num_tokens[division.rows]
             num_tokens[division.num_queries :] = 0
-        num_padding = -len(index) % self.row_multiple
-        index, num_tokens = pad(index, (0, 0, 0, num_padding)), pad(num_tokens, (0, num_padding))
-        num_rows = len(index) // self.token_share
+        return ReplayedExperts(self._on_tensor_rank(index), self._on_tensor_rank(num_tokens))
+
+    def rows_here(self, num_tokens: int, division: RowDivision | None) -> Tensor:
+        """Return the indices of the tokens that this rank's routers get, -1 for padding: int64 `[U' / T]`.
+
+        Args:
+            num_tokens: U.
+            division: the division of the U rows over context ranks; None without context parallelism.
+        """
+        rows = torch.arange(1, num_tokens + 1, device=self.device)
+        if division is not None:
+            rows = rows[division.rows]
+            rows[division.num_queries :] = 0
+        return self._on_tensor_rank(rows) - 1
+
+    def _on_tensor_rank(self, rows: Tensor) -> Tensor:
+        """Return the part of U rows that is this tensor rank's between the matrices, padded with zeros."""
+        num_padding = -len(rows) % self.row_multiple
+        padded = pad(rows, (*(0, 0) * (rows.dim() - 1), 0, num_padding))
+        num_rows = len(padded) // self.token_share
         first = self.parallel.t * num_rows if self.token_share > 1 else 0
-        return ReplayedExperts(index[first : first + num_rows], num_tokens[first : first + num_rows])
+        return padded[first : first + num_rows]
 
     @property
     def output_matrix(self) -> OutputMatrix:
@@ -230,7 +252,7 @@ def _uninitialized_stage(
             position_embedding_type="none",
             pg_collection=parallel.groups,
         )
-    let_routers_replay(module)
+    inform_routers(module)
     if shape.head != "lm" and parallel.is_last_stage:
         module.output_layer = ScalarHead(shape.hidden, settings.seed, shape.head).to(device)
     position = parallel.shard_position
@@ -240,7 +262,7 @@ def _uninitialized_stage(
     )
     trained, lora = shape, settings.lora
     if lora is not None:
-        trained = adapted_shape(shape, lora.r, lora.chosen)
+        trained = adapted_shape(shape, lora.r, lora.chosen(adapter_targets(shape)))
         with torch.device(device):
             add_adapters(module, adapted_linears(trained, position, kernels), lora.scale)
     if parallel.is_first_stage:

@@ -12,16 +12,20 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hflow.data.batches.batch import Batch, Column
+from hflow.models.expert_balance import ExpertBalance
 from hflow.training.interface import NodeCall, TrainShard
 from hflow.training.loop.first_pass import FirstPassRunner
 from hflow.training.loop.infer import returned_fields, run_infer
 from hflow.training.loop.inputs import (
+    LEARNED,
+    NUM_SEQUENCES,
     PackedBatch,
     PackedTokens,
     pack_batch,
     pack_tokens,
     placeholder_batch,
     replays_experts,
+    sequence_shares,
 )
 from hflow.training.loop.loss import Loss
 from hflow.training.loop.microbatches import MicrobatchSplitter, Minibatch
@@ -44,6 +48,7 @@ class MegatronRunner:
     schedule: PipelineSchedule
     splitter: MicrobatchSplitter
     """Used on heads; agrees with the heads of other data indices."""
+    balance: ExpertBalance | None = None
     requested: dict[str, set[str]] = field(default_factory=dict)
     """Node -> output fields that its body has used so far."""
 
@@ -72,13 +77,17 @@ class MegatronRunner:
                 record.loss += part.detach()
                 return part
 
+            microbatches = self._microbatches(call, minibatch)
+            if self.balance is not None:
+                microbatches = self._balanced(self.balance, minibatch, microbatches)
             self.stage.module.train()
             optimizer.zero_grad()
-            microbatches = self._microbatches(call, minibatch)
             self.schedule.backward(microbatches, microbatch_loss)
             for of in microbatches:
                 if of.replayed is not None:
                     record.replayed += of.replayed.counts()
+            if self.balance is not None:
+                record.routed = _total(self.balance, microbatches)
 
         parallel = self.stage.parallel
         head_minibatches = self.splitter.minibatches(call, shards) if parallel.is_head else None
@@ -86,11 +95,42 @@ class MegatronRunner:
         first_pass = FirstPassRunner(
             self._run_forwards, parallel.groups.dp, self.stage.device, parallel.is_last_stage
         )
-        record = run_train(call, step, minibatches, accumulate, optimizer, parallel.group, first_pass)
+        record = run_train(
+            *(call, step, minibatches, accumulate, optimizer, parallel.group, first_pass, self.balance)
+        )
         if replays_experts(call):  # each rank has seen some layers and some tokens
             record.replayed += torch.zeros(2, device=self.stage.device)
             dist.all_reduce(record.replayed, group=parallel.same_data)
         return record.finish(self.splitter.group) if parallel.is_head else {}
+
+    def _balanced(
+        self, balance: ExpertBalance, minibatch: Minibatch, microbatches: list[StageTokens]
+    ) -> list[StageTokens]:
+        """Return the micro-batches with what routers balance. A collective, if tokens are counted first."""
+
+        def laid_out(counted: Tensor | None) -> list[StageTokens]:
+            placeholders = [placeholder_batch()] * (minibatch.num_microbatches - len(minibatch.microbatches))
+            pairs = zip(microbatches, (*minibatch.microbatches, *placeholders), strict=True)
+            return [self._with_balance(balance, minibatch, batch, of, counted) for of, batch in pairs]
+
+        if not balance.counts_first:
+            return laid_out(None)
+        counting = laid_out(None)
+        self.stage.module.eval()
+        self.schedule.forward(counting, lambda of, hidden: None)
+        return laid_out(_total(balance, counting))
+
+    def _with_balance(
+        self,
+        balance: ExpertBalance,
+        minibatch: Minibatch,
+        batch: Batch,
+        of: StageTokens,
+        counted: Tensor | None,
+    ) -> StageTokens:
+        here = self.stage.rows_here(len(of.tokens.computed_ids), of.division)
+        shares = sequence_shares(batch, minibatch.totals)
+        return replace(of, balanced=balance.tokens(batch, of.tokens.sharing, shares, counted, here))
 
     def _run_forwards(self, call: NodeCall, minibatch: Minibatch) -> list[Batch]:
         """Run forward passes and, on the last stage, an infer body; return its fields by micro-batch."""
@@ -142,8 +182,15 @@ class MegatronRunner:
         return stage_output(self.stage, packed, division, hidden, call.temperature, requested)
 
 
-LAYER_COLUMNS = ("input_ids", *(kind.name for kind in requestable_kinds() if kind.is_replayed))
+_REPLAYED = (kind.name for kind in requestable_kinds() if kind.is_replayed)
+LAYER_COLUMNS = ("input_ids", LEARNED, NUM_SEQUENCES, *_REPLAYED)
 """The columns that layers need, if there are any. Sample ids, group ids and lengths are not columns."""
+
+
+def _total(balance: ExpertBalance, microbatches: Sequence[StageTokens]) -> Tensor:
+    """Return the sums of what the routers of all ranks found in a minibatch; a collective."""
+    return balance.total(of.balanced for of in microbatches if of.balanced is not None)
+
 
 Columns = dict[str, Column]
 Value = TypeVar("Value")

@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor, nn
 
+from hflow.models.expert_balance import BalancedTokens
 from hflow.models.expert_replay import ReplayedExperts
 from hflow.models.host_offload import activations_in_host_memory
 from hflow.training.loop.inputs import PackedTokens
@@ -33,6 +34,8 @@ class StageTokens:
     """The division of the rows over context ranks; None without context parallelism."""
     replayed: ReplayedExperts | None = None
     """The experts that this rank's routers are to choose; None: they choose themselves."""
+    balanced: BalancedTokens | None = None
+    """What this rank's routers count and balance; None: nothing."""
 
     @property
     def num_rows(self) -> int:
@@ -95,7 +98,12 @@ class PipelineSchedule:
             tokens = next(rest)
             packed = tokens.tokens
             inputs = stage.inputs(
-                packed.computed_ids, packed.position_ids, packed.layout, tokens.division, tokens.replayed
+                packed.computed_ids,
+                packed.position_ids,
+                packed.layout,
+                tokens.division,
+                tokens.replayed,
+                tokens.balanced,
             )
             with activations_in_host_memory(self.offload_activations):
                 hidden = module(**inputs)

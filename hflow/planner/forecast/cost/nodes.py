@@ -250,7 +250,10 @@ class Costs:
             return forward(replica, work.share(heaviest))
         cut = self._cuts[node.name]
         minibatch, num_updates = work.share(heaviest / cut.minibatches), cut.minibatches * cut.epochs
-        first = forward(replica, minibatch) if spec.has_first_pass else []
+        balance = replica.config.balance
+        counts_first = balance is not None and balance.over == "batch"
+        passes = forward(replica, minibatch)
+        first = [*(passes if spec.has_first_pass else []), *(passes if counts_first else [])]
         return [*(part.times(num_updates) for part in first), *train(replica, minibatch, num_updates)]
 
     def _num_firings(self, node: ScheduledNode) -> int:
