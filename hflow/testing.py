@@ -52,6 +52,11 @@ class CharacterTokenizer:
         """Return the text of code points, without end-of-text tokens."""
         return "".join(chr(token) for token in ids if token != END)
 
+    def token_ends(self, ids: Sequence[int]) -> list[int]:
+        """Return the end of the text of each token; one after the text for end-of-text tokens."""
+        size = len(self.decode(ids))
+        return [size + 1 if token == END else end for end, token in enumerate(ids, start=1)]
+
     def join(self, prompt: str, answer: str, images: Sequence[Any] | None = None) -> Trajectory:
         """Return a trajectory whose prompt is masked, and whose answer and end-of-text token are learned.
 

@@ -6,7 +6,7 @@ from hflow.algo.advantages import (
     explained_variance,
     gae,
     group_advantage,
-    is_best_or_worst,
+    hierarchical_advantage,
     leave_one_out,
     length_scale,
     length_weighted_advantage,
@@ -70,6 +70,7 @@ from hflow.algo.off_policy import (
     second_moment_mask,
 )
 from hflow.algo.ratios import is_bounded, policy_ratio
+from hflow.algo.selection import is_best_or_worst, is_observed, resampled, resampling_weights
 
 __all__ = [
     "MAX_KL",
@@ -96,6 +97,7 @@ __all__ = [
     "explained_variance",
     "gae",
     "group_advantage",
+    "hierarchical_advantage",
     "hinge_loss",
     "importance_weights",
     "ipo_loss",
@@ -103,6 +105,7 @@ __all__ = [
     "is_bounded",
     "is_clipped",
     "is_diverged",
+    "is_observed",
     "is_off_policy",
     "kl_estimate",
     "kl_k1",
@@ -126,6 +129,8 @@ __all__ = [
     "policy_ratio",
     "random_share",
     "reinforce_surrogate",
+    "resampled",
+    "resampling_weights",
     "rescaled_advantage",
     "robust_loss",
     "sapo_surrogate",

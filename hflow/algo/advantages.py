@@ -9,10 +9,13 @@ Results have the dtype of the input. Rewards may be integers or booleans; the re
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -90,33 +93,6 @@ def best_advantage(reward: Tensor, seqs: Sequences, std: bool = False, eps: floa
     return lead.to(_float_dtype(reward))
 
 
-def is_best_or_worst(reward: Tensor, seqs: Sequences, best: int, worst: int) -> Tensor:
-    """Return a mask of the samples with the largest and the smallest rewards of each group: PF-PPO's filter.
-
-    A reward model is more often right about these than about the samples between them. Of equal rewards, the
-    first sample counts as better.
-
-    Args:
-        reward: `[S]`.
-        seqs: the layout of the batch.
-        best: number of samples with the largest rewards.
-        worst: number of samples with the smallest rewards.
-
-    Returns:
-        bool `[S]`.
-
-    Source: Shen and Zhang 2024, "Policy filtration in RLHF to fine-tune LLM for code generation", the
-    best-worst filter.
-    """
-    by_reward = reward.argsort(descending=True, stable=True)
-    order = by_reward[seqs.group[by_reward].argsort(stable=True)]
-    count = seqs.group_count()
-    rank = torch.empty_like(order)
-    rank[order] = torch.arange(len(order), device=order.device)
-    rank = rank - (count.cumsum(0) - count)[seqs.group]
-    return (rank < best) | (rank >= count[seqs.group] - worst)
-
-
 def mean_normalised_advantage(reward: Tensor, seqs: Sequences) -> Tensor:
     """Return each reward minus its group's mean, over the mean: MaxRL, `(r_i - mean(r)) / mean(r)`.
 
@@ -131,8 +107,8 @@ def mean_normalised_advantage(reward: Tensor, seqs: Sequences) -> Tensor:
     Returns:
         Advantages `[S]`, 0 in groups whose rewards are all 0.
 
-    Source: Tajwar et al. 2026, "Maximum likelihood reinforcement learning", the estimator with the control
-    variate.
+    Source: Tajwar et al. 2026, "Maximum likelihood reinforcement learning" (arXiv 2602.02710), the estimator
+    with the control variate.
     """
     exact = reward.double()
     mean = (seqs.group_sum(exact) / seqs.group_count())[seqs.group]
@@ -180,7 +156,8 @@ def optimal_token_advantage(reward: Tensor, gradient: Tensor, seqs: Sequences) -
     Returns:
         Advantages `[T]`.
 
-    Source: Li et al. 2026, "The optimal token baseline: variance reduction for long-horizon LLM-RL".
+    Source: Li et al. 2026, "The optimal token baseline: variance reduction for long-horizon LLM-RL" (arXiv
+    2602.07078).
     """
     row, column, width = _learned_grid(seqs)
     norms = gradient.new_zeros((len(seqs), width), dtype=torch.float64)
@@ -363,35 +340,129 @@ def turn_advantage(
     Source: Feng et al. 2025, "Group-in-group policy optimization for LLM agent training" (GiGPO): its
     step-level advantage, with the turn's number in the place of the anchor state.
     """
+    turns = _turns(token_reward, seqs, gamma)
+    number = torch.arange(turns.returns.shape[1], device=seqs.group.device)
+    groups = seqs.group[:, None] * len(number) + number
+    advantages = _relative(turns.returns[turns.exists], groups[turns.exists], std, eps)
+    return turns.widen(advantages, seqs, token_reward)
+
+
+def hierarchical_advantage(
+    token_reward: Tensor,
+    input_ids: Tensor,
+    seqs: Sequences,
+    depth: int,
+    power: float,
+    gamma: float,
+    std: bool,
+    eps: float = 1e-4,
+) -> Tensor:
+    """Return the return of each turn relative to turns of its group that observed the same: HGPO.
+
+    Turns and their returns are those of `turn_advantage`. The observation of a turn is the text before it:
+    the prompt, or what a tool or an environment answered to the turn before. For each k from 0 to `depth`,
+    turns are compared that have the same observation and the same k observations before it, in any turn of
+    the group's samples; turns with fewer earlier observations are compared if all are the same. With `A_k`
+    the advantage in such a comparison, 0 for a turn alone, and `w_k = (k + 1)^power`, the result is
+    `sum_k w_k A_k / sum_k w_k`.
+
+    Several methods are called hierarchical GRPO; this is the one of groups within groups.
+
+    Args:
+        token_reward: `[T]`.
+        input_ids: `[T]`.
+        seqs: the layout of the batch.
+        depth: largest number of earlier observations, K.
+        power: exponent of the weights; 0 is the mean.
+        gamma: discount from one turn to the next.
+        std: divide by the standard deviation.
+        eps: added to the standard deviation.
+
+    Returns:
+        Advantages `[T]`.
+
+    Source: He et al. 2026, "Hierarchy-of-groups policy optimization for long-horizon agentic tasks" (arXiv
+    2602.22817).
+    """
+    turns = _turns(token_reward, seqs, gamma)
+    contexts = _contexts(input_ids, seqs, turns, depth)
+    returns, total = turns.returns[turns.exists], 0.0
+    advantages = torch.zeros_like(returns)
+    for k, groups in enumerate(contexts):
+        weight = (k + 1.0) ** power
+        advantages, total = advantages + weight * _relative(returns, groups, std, eps), total + weight
+    return turns.widen(advantages / total, seqs, token_reward)
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """The turns of S sequences, of which the longest has W."""
+
+    number: Tensor
+    """int64 `[T]`, the turn of each token, or the one before it; -1 before the first."""
+    returns: Tensor
+    """`[S, W]`."""
+    exists: Tensor
+    """bool `[S, W]`."""
+
+    def widen(self, values: Tensor, seqs: Sequences, like: Tensor) -> Tensor:
+        """Put a value of each turn that exists on its tokens: `[N]` -> `[T]`, 0 elsewhere."""
+        if not len(values):
+            return torch.zeros_like(like, dtype=_float_dtype(like))
+        by_turn = torch.zeros_like(self.returns)
+        by_turn[self.exists] = values
+        by_token = by_turn[seqs.index, self.number.clamp(min=0)]
+        return by_token.masked_fill(~seqs.loss_mask, 0).to(_float_dtype(like))
+
+
+def _turns(token_reward: Tensor, seqs: Sequences, gamma: float) -> _Turns:
+    """Return the turns of sequences with their discounted returns."""
     learned = seqs.loss_mask
     previous = torch.roll(learned, 1)
     previous[seqs.offsets[:-1][seqs.lengths > 0]] = False
     started = (learned & ~previous).long().cumsum(0)
     first = started.new_zeros(len(seqs)).scatter_reduce(0, seqs.index, started, "amax", include_self=False)
     before = torch.cat([first.new_zeros(1), first[:-1]]) if len(seqs) else first
-    number = started - before[seqs.index] - 1  # of each token's turn in its sequence; -1 before the first
+    number = started - before[seqs.index] - 1
     width = int(number.max()) + 1 if len(number) else 0  # waits: once per batch
-    if width == 0:
-        return torch.zeros_like(token_reward, dtype=_float_dtype(token_reward))
     inside = number >= 0
     reward = token_reward.new_zeros(len(seqs), width, dtype=torch.float64)
     reward = reward.index_put(
         (seqs.index[inside], number[inside]), token_reward[inside].double(), accumulate=True
     )
-    returns = _discounted_sums(reward, gamma)
-    exists = torch.zeros_like(returns, dtype=torch.bool)
+    exists = torch.zeros_like(reward, dtype=torch.bool)
     exists[seqs.index[inside], number[inside]] = True
+    return _Turns(number, _discounted_sums(reward, gamma) if width else reward, exists)
 
-    def group_sums(x: Tensor) -> Tensor:
-        return x.new_zeros(seqs.num_groups, width).index_add(0, seqs.group, x.masked_fill(~exists, 0))
 
-    count = group_sums(torch.ones_like(returns))
-    centred = returns - (group_sums(returns) / count.clamp(min=1))[seqs.group]
+def _relative(returns: Tensor, groups: Tensor, std: bool, eps: float) -> Tensor:
+    """Return returns `[N]` of turns less their group's mean, over its deviation if `std`; 0 for one alone."""
+    _, group, count = groups.unique(return_inverse=True, return_counts=True)  # waits: once per batch
+    sums = returns.new_zeros(len(count))
+    centred: Tensor = returns - (sums.index_add(0, group, returns) / count)[group]
     if std:
-        variance = group_sums(centred.square()) / (count - 1).clamp(min=1)
-        centred = centred / (variance.sqrt() + eps)[seqs.group]
-    advantages = centred[seqs.index, number.clamp(min=0)]
-    return advantages.masked_fill(~learned, 0).to(_float_dtype(token_reward))
+        variance = sums.index_add(0, group, centred.square()) / (count - 1).clamp(min=1)
+        centred = centred / (variance.sqrt() + eps)[group]
+    return centred.masked_fill(count[group] == 1, 0)
+
+
+def _contexts(input_ids: Tensor, seqs: Sequences, turns: _Turns, depth: int) -> list[Tensor]:
+    """Return for each k up to `depth` a number for each turn that exists, `[N]`: its group and context."""
+    ids, number = input_ids.cpu().numpy(), turns.number.cpu().numpy()  # waits: once per batch
+    observed = ~seqs.loss_mask.cpu().numpy()  # waits: once per batch
+    counts = turns.exists.sum(1).tolist()  # waits: once per batch
+    offsets, owners = seqs.offsets.tolist(), seqs.group.tolist()  # waits: once per batch
+    known: dict[tuple[int, tuple[bytes, ...]], int] = {}
+    levels: list[list[int]] = [[] for _ in range(depth + 1)]
+    for start, end, owner, count in zip(offsets, offsets[1:], owners, counts, strict=False):
+        kept = observed[start:end]
+        texts, before = ids[start:end][kept], number[start:end][kept]
+        bounds = np.searchsorted(before, np.arange(-1, count))
+        seen = [texts[a:b].tobytes() for a, b in itertools.pairwise(bounds)]
+        for k, level in enumerate(levels):
+            contexts = ((owner, tuple(seen[max(0, turn - k) : turn + 1])) for turn in range(count))
+            level += [known.setdefault(context, len(known)) for context in contexts]
+    return [torch.tensor(level, device=seqs.group.device) for level in levels]  # waits: once per batch
 
 
 def leave_one_out(reward: Tensor, seqs: Sequences) -> Tensor:

@@ -220,7 +220,7 @@ def vespo_surrogate(
         lambda_negative: lambda elsewhere.
 
     Source: Shen et al. 2026, "VESPO: variational sequence-level soft policy optimization for stable
-    off-policy LLM training", section 3.4.
+    off-policy LLM training" (arXiv 2602.10693), the reshaping kernel.
     """
     log_ratio = seqs.widen(bounded(seqs.sum(theta - behav))).detach()
     k = torch.where(advantages > 0, k_positive, k_negative)
@@ -487,7 +487,8 @@ def exo_loss(margin: Tensor, label_smoothing: float) -> Tensor:
         margin: the margin of the chosen answer over the rejected one.
         label_smoothing: the probability s that a label is wrong, more than 0.
 
-    Source: Ji et al. 2024, "Towards efficient exact optimization of language model alignment", equation 16.
+    Source: Ji et al. 2024, "Towards efficient exact optimization of language model alignment", the loss of
+    EXO for preferences.
     """
     log_q, log_rest = (torch.nn.functional.logsigmoid(x) for x in (margin, -margin))
     kl_right = log_q.exp() * (log_q - math.log1p(-label_smoothing))
@@ -519,8 +520,8 @@ def apo_loss(chosen: Tensor, rejected: Tensor, kind: Literal["zero", "down"]) ->
             than the policy's own. `down`: `sigmoid(c) - sigmoid(c - r)`, both become less likely, the
             rejected one more so, for a policy that is better than both.
 
-    Source: D'Oosterlinck et al. 2024, "Anchored preference optimization and contrastive revisions", equations
-    7 and 8.
+    Source: D'Oosterlinck et al. 2024, "Anchored preference optimization and contrastive revisions", the
+    losses APO-zero and APO-down.
     """
     if kind == "zero":
         return rejected.sigmoid() - chosen.sigmoid()

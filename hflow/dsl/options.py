@@ -220,7 +220,25 @@ Prox = Annotated[
 ]
 Mask = Annotated[
     str | None,
-    _option(text="name of a bool field; tokens where it is False are left out of the loss."),
+    _option(
+        text="name of a bool field; learned tokens where it is False are left out of the loss. Whole numbers "
+        "of a batch node, one per sequence: how often each counts, as if it were so often in the minibatch."
+    ),
+]
+ComputedMask = Annotated[
+    str | None,
+    _option(
+        text="name of a bool field of samples; those where it is False are not computed. Their results are "
+        "NaN, and -1 of whole numbers."
+    ),
+]
+Observed = Annotated[
+    str | None,
+    _option(
+        text="name of a bool field; tokens where it is True and that are not learned have log-probs in "
+        "`Output.observed_logprobs`. The loss's entries there are averaged over all such tokens of a "
+        "minibatch, whatever `reduce` and `mask`."
+    ),
 ]
 
 
@@ -304,6 +322,7 @@ class InferOptions(TypedDict, total=False):
     after: After
     min_group: MinGroup
     per: Per
+    mask: ComputedMask
 
 
 class TrainOptions(TypedDict, total=False):
@@ -317,6 +336,7 @@ class TrainOptions(TypedDict, total=False):
     epochs: Epochs
     prox: Prox
     mask: Mask
+    observed: Observed
     min_group: MinGroup
 
 

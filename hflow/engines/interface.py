@@ -37,6 +37,11 @@ class EngineSetup:
     """Decodes tokens to find stop strings; None: requests have none."""
     module: nn.Module | None = None
     """A trainer's module whose parameters the engine shares; None: the engine has its own weights."""
+    base: GenerationEngine | None = None
+    """The engine whose frozen weights this one uses, beside adapters of its own; None: it has its own."""
+    guests: tuple[EngineSetup, ...] = ()
+    """The setups of the engines that will have this one as `base`. Its library serves their requests too, if
+    it is in a process of its own."""
     tensor: int = 1
     """Number of tensor ranks."""
     devices: tuple[str, ...] = ()

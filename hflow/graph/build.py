@@ -16,6 +16,8 @@ from hflow.graph.edges import data_edges, overwrite_edges, same_step_order, stat
 from hflow.graph.errors import recipe_error
 from hflow.graph.field_table import UNIT_NAMES, Field, FieldTable, build_field_table, column_fields, sees
 from hflow.graph.framework_reads import (
+    FLAG_OPTIONS,
+    check_flags,
     check_lists,
     check_prox,
     check_readers_of_images,
@@ -137,7 +139,8 @@ def _check_unit(node: NodeSpec, parameter: Parameter, field: Field, stream: str)
             f"{field.name!r} belongs to the tokens of stream {field.stream!r}, but the node works on "
             f"{stream!r}. Set on={field.stream!r}, or reduce the field to one value per sequence first",
         )
-    if parameter.name == "@mask" and field.scalar not in ("", "tensor", "bool", "list[bool]"):
+    is_flag = parameter.name.removeprefix("@") in FLAG_OPTIONS and parameter.name.startswith("@")
+    if is_flag and field.scalar not in ("", "tensor", "bool", "list[bool]"):
         raise _error(node, parameter, f"the mask {field.name!r} must be bool, not {field.scalar}")
     if field.unit.widens_to(parameter.unit):
         return
@@ -218,6 +221,7 @@ def build_graph(spec: RecipeSpec) -> Graph:
     check_graph(graph)
     check_recorded_kinds(graph)
     check_lists(graph)
+    check_flags(graph)
     check_readers_of_images(graph)
     return replace(graph, nodes=_in_order(nodes, edges), warnings=tuple(warnings_of(graph, spec)))
 

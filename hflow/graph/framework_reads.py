@@ -14,6 +14,8 @@ by itself.
 
 **Images**: every train and infer node of a stream whose model sees reads them.
 
+**Flags**: the options `mask` and `observed` of a train node name fields of flags.
+
 **Groups**: a train or infer body that uses the groups of its `Sequences` reads `group`, by which
 micro-batches keep groups whole. The language adds this read (`dsl/recipe.py`).
 """
@@ -35,6 +37,8 @@ from hflow.types.trajectory import PIXELS, TRAJECTORY
 PROX = "prox_logprobs"
 COMPARED = "@behav_logprobs"
 """The parameter for log-probs of samples that a train node compares with the trainer's."""
+FLAG_OPTIONS = ("mask", "observed")
+"""Options of train and infer nodes that name a bool field."""
 _INTERPOLATING = ("loglinear", "metrics")
 
 
@@ -53,24 +57,54 @@ def computes_own_prox(node: NodeSpec, parameter: Parameter) -> bool:
 
 
 def framework_parameters(node: NodeSpec, trains_own_samples: bool) -> tuple[Parameter, ...]:
-    """Return the parameters of a train node that hflow reads and the body does not receive.
+    """Return the parameters of a train or infer node that hflow reads and the body does not receive.
 
     Args:
         node: any node.
         trains_own_samples: whether its model generated its samples. If it reads their log-probs, these are
             compared with the trainer's (`training/loop/loss.py`).
     """
+    unit = Unit.TOKEN if node.verb == "train" else Unit.SEQUENCE
+    parameters = [
+        Parameter(f"@{option}", node.option(option), unit, "tensor")
+        for option in FLAG_OPTIONS
+        if node.option(option) is not None
+    ]
     if node.verb != "train":
-        return ()
-    parameters = []
-    if node.option("mask") is not None:
-        parameters.append(Parameter("@mask", node.option("mask"), Unit.TOKEN, "tensor"))
+        return tuple(parameters)
     is_compared = trains_own_samples and any(p.field == "behav_logprobs" for p in node.parameters)
     if is_compared or node.option("prox") in _INTERPOLATING:
         parameters += [
             Parameter(name, name.removeprefix("@"), Unit.TOKEN, "tensor") for name in (COMPARED, "@versions")
         ]
     return tuple(parameters)
+
+
+def check_flags(graph: Graph) -> None:
+    """Check that nodes can use the flags of `mask=` and `observed=`.
+
+    An infer node with `mask=` computes each sample by itself. A train node with `observed=` computes
+    log-probs, and has a loss with entries for tokens.
+
+    Raises:
+        RecipeError: if not.
+    """
+    for node in graph.nodes:
+        if node.spec.verb == "infer" and node.spec.option("mask") is not None:
+            units = {returned.unit for returned in node.spec.returns}
+            if not units <= {Unit.TOKEN, Unit.SEQUENCE} or any(read.field == "group" for read in node.reads):
+                problem = "mask chooses samples, but the body needs whole groups, or returns objects"
+                raise recipe_error(node.spec.where, node.name, f"{problem}. Remove mask=")
+        if node.spec.option("observed") is None:
+            continue
+        model = graph.model(node.spec.models[0])
+        if model.head != "lm":
+            problem = f"observed needs log-probs, but model {model.name!r} has head={model.head!r}"
+        elif node.spec.returns[0].unit is not Unit.TOKEN:
+            problem = f"observed needs a loss PerToken, not one per {node.spec.returns[0].unit}"
+        else:
+            continue
+        raise recipe_error(node.spec.where, node.name, f"{problem}. Remove observed=")
 
 
 def unread_prox(nodes: Sequence[Node]) -> Iterator[Node]:

@@ -214,8 +214,9 @@ class Read:
 
     parameter: str
     """The body's parameter. A name with `@` is a field that hflow itself needs and the body does not receive:
-    `@mask` (option `mask`), `@behav_logprobs` and `@versions` (for `prox="loglinear"` and `"metrics"`, and to
-    compare the engine's log-probs with the trainer's), `@group` (groups stay whole), and records that are
+    `@mask` and `@observed` (options), `@behav_logprobs` and `@versions` (for `prox="loglinear"` and
+    `"metrics"`, and to compare the engine's log-probs with the trainer's), `@group` (groups stay whole), and
+    records that are
     replayed, such as `@routed_experts` (an option of the stream's source)."""
     field: str
     stream: str

@@ -250,35 +250,6 @@ def best_advantage(
     return algo.best_advantage(reward, seqs, std, eps)
 
 
-def _check_best_worst(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
-    best, worst = knobs["best"], knobs["worst"]
-    if min(best, worst) < 0 or best + worst < 1:
-        return f"best is {best} and worst is {worst}; they must be 0 or more, and one of them more than 0"
-    return None
-
-
-@compute(returns="is_kept", min_group=2)
-@checked_by(_check_best_worst)
-def best_worst_mask(reward: PerSequence, seqs: Sequences, *, best: int = 1, worst: int = 1) -> PerSequence:
-    """Return a mask of a group's best and worst samples (`algo.is_best_or_worst`); `mask="is_kept"` uses it.
-
-    Args:
-        reward: `[S]`.
-        seqs: the layout of the batch.
-        best: number of samples with the largest rewards.
-        worst: number of samples with the smallest rewards.
-
-    Raises:
-        RunError: if all samples of each group are kept.
-    """
-    if len(seqs) and int(seqs.group_count().max()) <= best + worst:
-        raise RunError(
-            f"best_worst_mask keeps all samples of each prompt, as none has more than best + worst = "
-            f"{best + worst}. Set group= of the generate node higher, or remove best_worst_mask"
-        )
-    return algo.is_best_or_worst(reward, seqs, best, worst)
-
-
 @compute(returns="advantages", min_group=2)
 def maxrl_advantage(reward: PerSequence, seqs: Sequences) -> PerSequence:
     """Return each reward minus its group's mean, over the mean (MaxRL, `algo.mean_normalised_advantage`).
@@ -423,6 +394,43 @@ def turn_advantage(
     """
     _refuse_single_samples(seqs)
     return algo.turn_advantage(token_reward, seqs, gamma, std, eps)
+
+
+def _check_hierarchical(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
+    if knobs["depth"] < 1:
+        return f"depth is {knobs['depth']}; it must be 1 or more"
+    if knobs["power"] < 0:
+        return f"power is {knobs['power']}; it must be 0 or more"
+    return _check_turn_advantage(knobs, reads)
+
+
+@compute(returns="advantages", min_group=2)
+@checked_by(_check_hierarchical)
+def hierarchical_advantage(
+    token_reward: PerToken,
+    input_ids: PerToken,
+    seqs: Sequences,
+    *,
+    depth: int = 2,
+    power: float = 1.0,
+    gamma: float = 0.95,
+    std: bool = True,
+    eps: float = _EPS,
+) -> PerToken:
+    """Return advantages of turns among those that observed the same (`algo.hierarchical_advantage`).
+
+    Args:
+        token_reward: `[T]`, such as the reward of each turn on its last token.
+        input_ids: `[T]`.
+        seqs: the layout of the batch.
+        depth: largest number of earlier observations that the turns of a group share.
+        power: weight of groups that share k earlier observations, `(k + 1)^power`.
+        gamma: discount from one turn to the next.
+        std: divide by the standard deviation of each group.
+        eps: added to the standard deviation.
+    """
+    _refuse_single_samples(seqs)
+    return algo.hierarchical_advantage(token_reward, input_ids, seqs, depth, power, gamma, std, eps)
 
 
 @compute(returns="advantages", min_group=2)

@@ -97,6 +97,11 @@ def reward_view(tokenizer: Tokenizer, messages: Messages) -> Trajectory:
     The text is put into the reward model's chat template. Without a template, the texts of all messages
     follow one another, and the end-of-text token ends the last one.
     """
+    return encoded_again(tokenizer, messages)
+
+
+def encoded_again(tokenizer: Tokenizer, messages: Messages) -> Trajectory:
+    """Return a conversation in the chat template, or without one its texts one after the other."""
     if tokenizer.has_chat_template:
         return tokenizer.chat(messages)
     *before, last = (str(message.get("content") or "") for message in messages)

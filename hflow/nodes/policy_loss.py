@@ -95,9 +95,10 @@ def _correct_tokens(
     kl_estimator: Literal["k2", "k3", "k1+", "k3+"] = "k3",
     kl_importance: bool = False,
     entropy_coef: float = 0.0,
+    observation_coef: float = 0.0,
     off_policy_limit: float | None = None,
 ) -> tuple[PerToken, Metrics]:
-    """Return `w surrogate + kl_coef KL - entropy_coef H` per token.
+    """Return `w surrogate + kl_coef KL - entropy_coef H` per token, and the loss of observed tokens.
 
     Args:
         surrogate: the loss.
@@ -117,6 +118,9 @@ def _correct_tokens(
         kl_importance: multiply k3 by the ratio theta / behav, which makes value and gradient unbiased also on
             tokens of older policies (DeepSeek-AI 2025, "DeepSeek-V3.2", the unbiased KL estimate).
         entropy_coef: weight of the entropy, which is subtracted from the loss.
+        observation_coef: weight of the mean cross-entropy of the tokens that `observed` marks, such as those
+            of tools and environments (Shrivastava et al. 2026, "ECHO: terminal agents learn world models for
+            free", arXiv 2605.24517, `L_GRPO + lambda L_Env`).
         off_policy_limit: tokens with A < 0 of sequences whose mean of `log(behav / theta)` is larger have no
             surrogate (`algo.is_off_policy`). None: no limit.
     """
@@ -151,6 +155,9 @@ def _correct_tokens(
         entries = entries - entropy_weights * out.entropy
     elif entropy_coef:
         entries = entries - entropy_coef * out.entropy
+    if observation_coef:
+        observed_loss = algo.cross_entropy(out.observed_logprobs)
+        entries = entries.masked_fill(~seqs.loss_mask, 0) + observation_coef * observed_loss
     return entries, metrics
 
 
@@ -279,6 +286,10 @@ def _no_effect(defaults: Mapping[str, Any], knobs: Mapping[str, Any], reads: Col
         return f"kl_importance needs kl_estimator=k3, not {knobs['kl_estimator']}, whose gradient differs"
     if "entropy_weights" in reads and knobs["entropy_coef"]:
         return "entropy_coef has no effect beside the node that returns entropy_weights. Remove one of them"
+    if knobs.get("observation_coef") and knobs["observed"] is None:
+        return 'observation_coef needs observed. List nodes.observed_tokens, and set observed="is_observed"'
+    if knobs["observed"] is not None and not knobs.get("observation_coef", 1):
+        return "observed has no effect while observation_coef is 0. Set observation_coef, or remove observed"
     for name in ("behav_weight_cap", "over_cap"):
         if "behav_weights" in reads and knobs[name] != defaults[name]:
             return f"{name} has no effect beside the node that returns behav_weights. Set its bounds instead"
@@ -289,6 +300,8 @@ def _out_of_bounds(knobs: Mapping[str, Any]) -> str | None:
     for name in ("clip", "clip_high"):
         if (knobs.get(name) or 0) < 0:
             return f"{name} is {knobs[name]}; it must be 0 or more"
+    if knobs.get("observation_coef", 0) < 0:
+        return f"observation_coef is {knobs['observation_coef']}; it must be 0 or more"
     for name in ("behav_weight_cap", "off_policy_limit"):
         if knobs[name] is not None and knobs[name] <= 0:
             return f"{name} is {knobs[name]}; it must be more than 0, or null"

@@ -247,7 +247,7 @@ def gspo_train(
         The loss `[S]`, and metrics. With `prox="none"` it is the loss of the paper.
 
     Source: Zheng et al. 2025, "Group sequence policy optimization", equations 5 and 7; Liu et al. 2026,
-    "Length-unbiased sequence policy optimization", for the factor of the length.
+    "Length-unbiased sequence policy optimization" (arXiv 2602.05261), for the factor of the length.
     """
     theta, prox, behav = (seqs.mean(x) for x in (policy.theta, policy.prox, policy.behav))
     metrics = {"bounded_ratios.sum": algo.is_bounded(theta, prox) | algo.is_bounded(prox, behav)}

@@ -76,6 +76,9 @@ BEHAV_GAP_MAX = declare("{node}/behav_gap.max", "nats", "largest of these differ
 BEHAV_KL = declare(
     "{node}/behav_kl", "nats", "KL(engine ‖ trainer) per token, also of tokens that older weights drew"
 )
+OBSERVED_NLL = declare(
+    "{node}/observed_nll", "nats", "mean of -log p of the observed tokens, for a train node with observed="
+)
 REROUTED = declare(
     "{node}/rerouted",
     "",
@@ -124,7 +127,7 @@ class NodeCall:
     knobs: Mapping[str, Any]
     """Hyper-parameters by parameter name."""
     options: Mapping[str, Any]
-    """The node's options: `mask`, `prox`, and of a train node `reduce` and `epochs`."""
+    """The node's options: `mask`, `observed`, `prox`, and of a train node `reduce` and `epochs`."""
     temperature: float = 1.0
     """Generation temperature of the model's policy: log-probs and entropy divide logits by it."""
     is_first_writer: bool = True
@@ -265,13 +268,15 @@ class ModelBackend(abc.ABC):
         """
         return None
 
-    def without_adapters(self, settings: ModelSettings) -> ModelBackend:
-        """Return a backend of the frozen model without adapters, which uses this one's weights.
+    def share_weights(self, settings: ModelSettings) -> ModelBackend:
+        """Return a backend of another model on this one's frozen weights, with the adapters of its settings.
 
-        Called when models are built, if the plan says that a frozen model has no weights of its own.
+        Called when models are built, if the plan says that a model has no weights of its own. Without `lora`
+        it is the frozen model without adapters. With `lora`, which only backends with the trait
+        `shares_base` get, it trains its own, which no other model reads.
 
         Args:
-            settings: settings of the frozen model.
+            settings: settings of the other model.
         """
         raise BackendError(f"{type(self).__name__} has no adapters that could be turned off")
 

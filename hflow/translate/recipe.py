@@ -50,6 +50,8 @@ class RecipeDraft:
     """The node that weighs tokens, in the place of `exp(prox - behav)`."""
     is_trusted: bool = False
     """Whether the node `is_trusted` masks tokens."""
+    resamples: bool = False
+    """Whether the node `resample` says how often each sample counts."""
     filters_groups: bool = False
     masks_truncated: bool = False
     evaluates: bool = False
@@ -139,6 +141,7 @@ class RecipeDraft:
             ("unweighted", self.weights == "unweighted"),
             ("nodes.behav_weights", self.weights == "behav_weights"),
             ("nodes.is_trusted", self.is_trusted),
+            ("nodes.resample", self.resamples),
             ("use(nodes.critic_train, critic)", self.has_critic),
             (f"use(nodes.{self.loss}, actor)", True),
             ('use(nodes.chat_gen, actor, name="eval_gen", data=heldout)', self.evaluates),

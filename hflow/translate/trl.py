@@ -211,7 +211,10 @@ TABLES: dict[str, Sequence[Row]] = {
         same("lora_dropout", "", "0 only: adapters have no dropout"),
         manual("lora_*", note="[LoRA](../lora.md)"),
         same("use_rslora", "models.actor.lora.rslora"),
-        missing("use_dora"),
+        same("use_dora", "models.actor.lora.dora"),
+        same("load_in_4bit", "models.actor.lora.base", "`nf4`"),
+        same("bnb_4bit_quant_type", "", "`nf4` only"),
+        automatic("use_bnb_nested_quant", "factors of blocks have 8 bits"),
         automatic("disable_dropout", "models compute without dropout"),
         automatic("attn_implementation", "`hflow plan`, section attention"),
         automatic("pad_to_multiple_of", _PACKED),
@@ -223,9 +226,8 @@ TABLES: dict[str, Sequence[Row]] = {
         missing("cast_lm_head_to_fp32"),
         missing("use_liger_kernel"),
         missing("liger_kernel_config"),
-        missing("load_in_*", note="no quantized training"),
-        missing("bnb_*", note="no quantized training"),
-        missing("use_bnb_nested_quant", "no quantized training"),
+        missing("load_in_*", note="weights in 4 bits"),
+        missing("bnb_*", note="packed in bytes"),
         manual("torch_compile_*", note="`models.actor.compile`"),
         missing("tf32"),
         missing("use_cache"),
@@ -689,6 +691,12 @@ def _model_settings(given: Given, draft: RecipeDraft) -> None:
     draft.set("models.actor.lora.alpha", given.number("lora_alpha"))
     if given.flag("use_rslora"):
         draft.set("models.actor.lora.rslora", True)
+    if given.flag("use_dora"):
+        draft.set("models.actor.lora.dora", True)
+    if given.flag("load_in_4bit"):
+        draft.set("models.actor.lora.base", "nf4")
+        if given.value("bnb_4bit_quant_type") != "nf4":
+            given.leave("bnb_4bit_quant_type", "weights in 4 bits are nf4")
     targets = given.value("lora_target_modules")
     if targets is None:
         given.differs(

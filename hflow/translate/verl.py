@@ -253,8 +253,9 @@ TABLES: dict[str, Sequence[Row]] = {
         same("algorithm.filter_groups.metric", "", "the reward; others are columns of that body"),
         manual("algorithm.filter_groups.max_num_gen_batches", "`schedule.max_refused_per_step`, in prompts"),
         automatic("algorithm.filter_groups.max_inflight_gen_batches", "refused prompts are replaced at once"),
-        manual("algorithm.use_pf_ppo", "`nodes.best_worst_mask` filters samples; a batch is not resampled"),
-        manual("algorithm.pf_ppo.*", note="`nodes.best_worst_mask`"),
+        same("algorithm.use_pf_ppo", "", "`nodes.resample`, with `mask=draws`; verl reads it with `gae`"),
+        same("algorithm.pf_ppo.reweight_method", "nodes.resample.weights"),
+        same("algorithm.pf_ppo.weight_pow", "nodes.resample.power"),
     ],
     "The actor's loss": [
         same(f"{ACTOR}.policy_loss.loss_mode", "", values=LOSSES),
@@ -558,6 +559,7 @@ def translate(given: Given, cluster: str | None) -> RecipeDraft:
     _advantages(given, draft)
     _loss(given, draft)
     _correction(given, draft)
+    _resampling(given, draft)
     _generation(given, draft, _cluster(given, draft, cluster))
     _data(given, draft)
     _run(given, draft)
@@ -874,6 +876,31 @@ def _rejection(given: Given, draft: RecipeDraft) -> None:
     else:
         draft.set("nodes.is_trusted.upper", upper)
     draft.set_loss(mask="is_trusted")
+
+
+def _resampling(given: Given, draft: RecipeDraft) -> None:
+    """Translate PF-PPO, which verl applies with `gae` only."""
+    key, method = "algorithm.use_pf_ppo", "algorithm.pf_ppo.reweight_method"
+    if not draft.has_critic or not given.flag(key):
+        reason = "algorithm.adv_estimator" if given.flag(key) else key
+        given.ignore("algorithm.pf_ppo.", reason)
+        given.ignore(key, reason)
+        return
+    if draft.is_trusted:
+        given.leave(
+            key, "the loss has one mask, is_trusted; multiply it by the draws of nodes.resample in a body"
+        )
+        return
+    draft.resamples = True
+    weights = given.choice(method, ("pow", "max_min", "max_random"), "pow is written")
+    draft.set("nodes.resample.weights", weights)
+    if weights == "pow":
+        draft.set("nodes.resample.power", given.number("algorithm.pf_ppo.weight_pow"))
+    else:
+        given.ignore("algorithm.pf_ppo.weight_pow", method)
+    draft.set_loss(mask="draws")
+    draft.set("nodes.critic_train.mask", "draws")
+    given.differs(key, "a sample that is drawn twice stays in one minibatch")
 
 
 def _cluster(given: Given, draft: RecipeDraft, cluster: str | None) -> int:

@@ -246,6 +246,14 @@ class Tokenizer(Protocol):
         """Return the text of token ids, without special tokens."""
         ...
 
+    def token_ends(self, ids: Sequence[int]) -> list[int]:
+        """Return the end of the text of each token of an answer, in characters from the answer's first one.
+
+        It is -1 for a token that ends within a character, and one more than the length of the text for a last
+        token that ends the turn.
+        """
+        ...
+
     def join(self, prompt: str, answer: str, images: Sequence[Any] | None = None) -> Trajectory:
         """Return a trajectory whose prompt is masked, and whose answer and end-of-text token are learned.
 

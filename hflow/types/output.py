@@ -12,11 +12,13 @@ class Output:
     """The results of one forward pass over packed sequences. They depend on the model's head.
 
     `lm`: `logprobs` and `entropy` (PerToken, at the generation temperature), `topk(k)` (ids and log-probs,
-    both `[T, K]`) and `logprobs_of(ids)` (`[T, K]`). `value`: `values` (PerToken) and `bootstrap`
-    (PerSequence). `score`: `scores` (PerSequence).
+    both `[T, K]`), `logprobs_of(ids)` (`[T, K]`), and in a train node with the option `observed`
+    `observed_logprobs` (PerToken). `value`: `values` (PerToken) and `bootstrap` (PerSequence). `score`:
+    `scores` (PerSequence) and `token_scores` (PerToken).
 
-    PerToken floats are 0 where `loss_mask` is 0. Backends compute a result when a body reads it. To call a
-    body in a test, construct an output from tensors: `Output(logprobs=theta)`.
+    PerToken floats are 0 where `loss_mask` is 0; only `observed_logprobs` has entries there. Backends compute
+    a result when a body reads it. To call a body in a test, construct an output from tensors:
+    `Output(logprobs=theta)`.
     """
 
     def __init__(self, **fields: Tensor) -> None:
@@ -38,6 +40,14 @@ class Output:
         return self._tensor("logprobs")
 
     @property
+    def observed_logprobs(self) -> Tensor:
+        """`log p` of the tokens that the model observed, PerToken; 0 elsewhere, also where one is learned.
+
+        The entries of a loss at these tokens are averaged over those of the minibatch.
+        """
+        return self._tensor("observed_logprobs")
+
+    @property
     def entropy(self) -> Tensor:
         """Entropy in nats of the distribution of token t, PerToken."""
         return self._tensor("entropy")
@@ -56,6 +66,11 @@ class Output:
     def scores(self) -> Tensor:
         """The score of a sequence, computed at its last token, PerSequence."""
         return self._tensor("scores")
+
+    @property
+    def token_scores(self) -> Tensor:
+        """The score of a sequence up to each token, computed at this token, PerToken."""
+        return self._tensor("token_scores")
 
     def topk(self, k: int) -> tuple[Tensor, Tensor]:
         """Return the `k` most likely tokens at each position: ids and log-probs, both `[T, K]`."""

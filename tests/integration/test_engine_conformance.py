@@ -104,6 +104,9 @@ ADAPTED = {
         LoraConfig(r=6, alpha=18, targets=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")),
     ),
     "experts-adapters": ("experts", LoraConfig(r=4, alpha=2)),
+    "dora": ("untied", LoraConfig(r=4, alpha=2, dora=True)),
+    "outer-adapters": ("untied", LoraConfig(r=4, alpha=2, targets=("q_proj", "embed_tokens", "lm_head"))),
+    "rounded": ("untied", LoraConfig(r=4, alpha=2, base="nf4")),
 }
 """Name -> the architecture of the weights, whose seed is `BASE`, and the adapters beside them."""
 BASE = 3
@@ -182,7 +185,7 @@ def adapters(architecture: str, seed: int) -> dict[str, torch.Tensor]:
     assert shape is not None
     generator = torch.Generator().manual_seed(seed)
     return {
-        spec.name: 0.1 * torch.randn(spec.shape, generator=generator)
+        spec.name: 0.1 * torch.randn(spec.shape, generator=generator) + (len(spec.shape) == 1)
         for spec in tensors(trained_shape(shape, lora))
     }
 
@@ -190,13 +193,34 @@ def adapters(architecture: str, seed: int) -> dict[str, torch.Tensor]:
 def merged(
     architecture: str, of_adapters: Mapping[str, torch.Tensor], base: nn.Module | None = None
 ) -> nn.Module:
-    """Return the model of an architecture of `ADAPTED` with adapters added to its weights: W + a/r B A."""
+    """Return the model of an architecture of `ADAPTED` with adapters added to its weights: W + a/r B A.
+
+    With DoRA rows get the lengths that are learned. Weights in 4 bits are rounded before.
+    """
     name_of_base, lora = ADAPTED[architecture]
     module = copy.deepcopy(base or reference(name_of_base, BASE))
+    if lora.base:
+        functional = pytest.importorskip("bitsandbytes.functional")
+        for name, weight in module.named_parameters():
+            if "layers" in name and weight.ndim == 2:
+                packed = functional.quantize_4bit(weight, compress_statistics=True, quant_type="nf4")
+                weight.copy_(functional.dequantize_4bit(*packed))
     for name, a in of_adapters.items():
+        if "lora_embedding_A" in name:
+            b = of_adapters[name.replace("_A", "_B")]
+            module.get_parameter(name.replace("lora_embedding_A", "weight")).add_(
+                lora.alpha / lora.r * (b @ a).T
+            )
         if name.endswith(".lora_A.weight"):
-            b = of_adapters[name.replace("lora_A", "lora_B")]
-            module.get_parameter(name.replace(".lora_A", "")).add_(lora.alpha / lora.r * b @ a)
+            b, weight = (
+                of_adapters[name.replace("lora_A", "lora_B")],
+                module.get_parameter(name.replace(".lora_A", "")),
+            )
+            weight.add_(lora.alpha / lora.r * b @ a)
+            if lora.dora:
+                weight.mul_(
+                    (of_adapters[name.replace("_A", "_magnitude_vector")] / weight.norm(dim=1))[:, None]
+                )
     return module
 
 
@@ -293,6 +317,9 @@ ENGINES = {
         ("embedded", "tied", 1),
         ("embedded", "untied", 1),
         ("embedded", "adapters", 1),
+        ("embedded", "dora", 1),
+        ("embedded", "outer-adapters", 1),
+        ("embedded", "rounded", 1),
         ("embedded", "windows", 1),
         ("vllm", "tied", 1),
         ("vllm", "untied", 2),
@@ -722,11 +749,17 @@ def test_an_adapter_that_keeps_old_values_is_found() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_adapters_can_be_merged(tensor: int) -> None:
-    """Where vLLM cannot have them beside its weights."""
-    setup = setup_of("adapters", tensor, merges_adapters=True)
-    subject = Subject("vllm", "adapters", tensor, engine_kind("vllm").factory(setup))
+@pytest.mark.parametrize(
+    ("adapted", "tensor"),
+    [
+        *[("adapters", 1), ("adapters", 2), ("dora", 1), ("dora", 2)],
+        *[("outer-adapters", 1), ("outer-adapters", 2), ("rounded", 1)],
+    ],
+)
+def test_adapters_can_be_merged(adapted: str, tensor: int) -> None:
+    """Where vLLM cannot have them beside its weights. Tensor ranks that divide rows sum their squares."""
+    setup = setup_of(adapted, tensor, merges_adapters=True)
+    subject = Subject("vllm", adapted, tensor, engine_kind("vllm").factory(setup))
     for seed in (3, 11):
         module = subject.load(seed)
         results = subject.generate(PROMPTS, SamplingParams(max_tokens=20, seed=seed))

@@ -42,6 +42,7 @@ def pairs(out: Any, seqs: Any) -> torch.Tensor:
 NODES: dict[str, tuple[NodeCall, dict[str, Any]]] = {
     "sft": (kit.call(sft, "token", [], reduce="token-mean"), {}),
     "ppo": (kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean", epochs=2), {}),
+    "observed": (kit.CALLS["observed"], {}),
     "clip-cov": (kit.TWO_PASS["clip-cov"], {}),
     "kl-cov": (kit.TWO_PASS["kl-cov"], {}),
     "critic": (kit.VALUE, {"head": "value"}),
@@ -161,6 +162,10 @@ ROUNDS: list[dict[tuple[int, ...], Twin]] = [
     {
         FIRST: Twin("clip-cov", context=2),
         SECOND: Twin("critic", context=2, settings=RECOMPUTED, budget=1),
+    },
+    {
+        FIRST: Twin("observed", context=2),
+        SECOND: Twin("observed", tensor=2, settings=SP),
     },
     {
         FIRST: Twin("ppo", context=2, settings=BF16),

@@ -82,10 +82,12 @@ def make_batch(lengths: list[int], seed: int = 0, group: int = 2) -> Batch:
         "prox_logprobs": np.where(mask, rng.normal(-3.6, 0.2, total), 0).astype(np.float32),
         "versions": np.where(mask, rng.integers(3, 6, total), -1),
         "returns": rng.normal(0, 1, total).astype(np.float32),
+        "is_observed": np.arange(total) % 4 != 1,
     }
     sequence = {
         "advantages": rng.normal(0, 1, count).astype(np.float32),
         "keep": np.arange(count) % 3 != 1,
+        "draws": np.arange(count) % 3,
     }
     return Batch(
         np.arange(count),
@@ -164,6 +166,10 @@ def dpo(out, behav_logprobs, seqs):
     return -torch.nn.functional.logsigmoid(0.1 * (chosen - rejected))
 
 
+def echo(out, behav_logprobs, advantages):
+    return -advantages * out.logprobs - 0.5 * out.observed_logprobs, {"entropy": out.entropy}
+
+
 def value(out, returns):
     return (out.values - returns).square()
 
@@ -210,6 +216,16 @@ CALLS = {
         for reduce in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "token-sum/50")
     },
     "mask": call(ppo, "token", TOKEN_READS, metrics=True, reduce="token-mean", mask="keep"),
+    "observed": call(
+        echo,
+        "token",
+        TOKEN_READS,
+        metrics=True,
+        reduce="seq-mean-token-mean",
+        observed="is_observed",
+        epochs=2,
+    ),
+    "draws": call(ppo, "token", TOKEN_READS, metrics=True, reduce="token-mean", mask="draws"),
     "seq-mean": call(
         gspo,
         "sequence",
@@ -220,7 +236,7 @@ CALLS = {
     "group-mean": call(dpo, "group", ENGINE_READS, reduce="group-mean", epochs=2),
     **TWO_PASS,
 }
-"""One train call for each reduction, and those with a first pass."""
+"""One train call for each reduction, with masks and observed tokens, and those with a first pass."""
 VALUE = call(value, "token", [read("returns", Unit.TOKEN)], reduce="token-mean")
 LOGPROBS = call(logprobs, "token", [])
 

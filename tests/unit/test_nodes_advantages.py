@@ -299,3 +299,30 @@ def test_groups_of_one_are_refused(node):
 )
 def test_knobs_that_cannot_work_are_refused(node, knobs, reads, expected):
     assert expected in knob_problem(node, reads, **knobs)
+
+
+def test_hierarchical_advantage_compares_turns_that_observed_the_same():
+    # Three samples of one prompt, P; capitals are observations, dots turns: P.A.C., P.B.C., P.A.
+    texts = ["P.A.C.", "P.B.C.", "P.A."]
+    ids = torch.tensor([ord(letter) for text in texts for letter in text])
+    seqs = Sequences.of([6, 6, 4], loss_mask=[x == ord(".") for x in ids], group=[0, 0, 0])
+    reward = torch.zeros(len(ids))
+    reward[[5, 11, 15]] = tensor(4.0, 2.0, 6.0)
+    turns = torch.tensor([1, 3, 5, 7, 9, 11, 13, 15])
+    # Without discount each turn has its sample's reward: 4 4 4, 2 2 2, 6 6.
+    knobs = {"gamma": 1.0, "std": False, "depth": 1}
+    # The same observation: P {4, 2, 6}, A {4, 6}, C {4, 2}, and B alone. With the one before: P, PA the same;
+    # AC and BC alone.
+    same = tensor(0.0, -1.0, 1.0, -2.0, 0.0, -1.0, 2.0, 1.0)
+    longer = tensor(0.0, -1.0, 0.0, -2.0, 0.0, 0.0, 2.0, 1.0)
+    for power, weights in {0.0: (0.5, 0.5), 1.0: (1 / 3, 2 / 3)}.items():
+        got = nodes.hierarchical_advantage(reward, ids, seqs, power=power, **knobs)
+        assert_close(got[turns], weights[0] * same + weights[1] * longer)
+        assert got.count_nonzero() == 6
+    # Of another prompt's samples nothing is compared.
+    apart = Sequences.of([6, 6, 4], loss_mask=[x == ord(".") for x in ids], group=[0, 1, 0])
+    got = nodes.hierarchical_advantage(reward, ids, apart, power=0.0, **knobs)
+    assert_close(got[turns], tensor(-1.0, -1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0))
+    # With the deviation of unequal groups, and discounted: turns of P have 1, 0.5 and 3.
+    got = nodes.hierarchical_advantage(reward, ids, seqs, gamma=0.5, depth=1, power=0.0)
+    assert_close(got[1], tensor(1 - 1.5)[0] / (math.sqrt(1.75) + 1e-4))

@@ -316,6 +316,8 @@ def test_micro_batches_are_bounded_by_budget_longest_sequence_and_share():
     assert batch_of(plan, "actor_train", lengths, 2, tokens_per_microbatch=100).tokens == 400
     everything = batch_of(plan, "actor_train", lengths, 2)
     assert (everything.tokens, everything.num) == (3_200, 1)
+    observing = compile_plan(graphs.grpo(minibatches=2, observed="is_observed"), graphs.request())
+    assert batch_of(observing, "actor_train", lengths, 2, tokens_per_microbatch=1_000).num_learned == 1_000
     # Inference sees the batch whole: 32 samples over 2 ranks.
     assert batch_of(plan, "ref_inf", lengths, 2).tokens == 6_400
 

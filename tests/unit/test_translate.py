@@ -40,6 +40,8 @@ LOSS_MODES = ("gspo", "sapo", "cispo", "gpg", "geo_mean", "clip_cov", "kl_cov")
 VERL_CASES: list[dict[str, Any]] = [
     dict(VERL.defaults),
     {"trainer.test_freq": 5, "algorithm.use_kl_in_reward": True, "data.seed": 3, "trainer.critic_warmup": 3},
+    {"algorithm.use_pf_ppo": True, "algorithm.pf_ppo.reweight_method": "max_min"},
+    {"algorithm.use_pf_ppo": True, "algorithm.pf_ppo.weight_pow": 3.0},
     {f"critic.{key}": VERL.defaults[f"critic.{key}"] for key in ("ppo_epochs", "loss_agg_mode")},
     {"critic.ppo_mini_batch_size": 512, "critic.loss_scale_factor": 100, "critic.use_dynamic_bsz": True}
     | {"critic.loss_agg_mode": "seq-mean-token-sum-norm", "critic.ppo_max_token_len_per_gpu": 9000},
@@ -120,7 +122,16 @@ TRL_CASES: list[dict[str, Any]] = [
         "steps_per_generation": 4,
         "entropy_coef": 0.0,
     },
-    {**TRL_BASE, "loss_type": "dapo", "entropy_coef": 0.01, "use_peft": True, "lora_r": 8, "lora_alpha": 8}
+    {
+        **TRL_BASE,
+        "loss_type": "dapo",
+        "entropy_coef": 0.01,
+        "use_peft": True,
+        "lora_r": 8,
+        "lora_alpha": 8,
+        "use_dora": True,
+        "load_in_4bit": True,
+    }
     | {"lora_target_modules": ["q_proj"], "lora_dropout": 0.0},
     {**TRL_BASE, "loss_type": "vespo", "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0}
     | {"vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0, "off_policy_mask_threshold": 0.5},

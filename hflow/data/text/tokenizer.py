@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from hflow.base.errors import BackendError, DataError, RecipeError
+from hflow.base.errors import BackendError, DataError, RecipeError, shorten
 from hflow.base.files import read_json_object
 from hflow.data.text.chat import ChatTemplate, check_known, find_length_problem, processed_images
 from hflow.data.text.messages import normal_messages, with_images
@@ -32,6 +32,9 @@ _NAMED_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 _TOKENS_PER_CHARACTER = 4
 """Maximum tokens of one character: the bytes of its UTF-8 code."""
+
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+"""What stands for the bytes of an unfinished character."""
 
 NUM_CACHED_TEXTS = 4096
 """Number of texts whose ids are cached, as group members and evaluations encode the same prompts again."""
@@ -138,6 +141,35 @@ class TextTokenizer:
         Tokens that end or pad a turn are left out, as are the tokenizer's other named ones (`_NAMED_TOKENS`).
         """
         return self.decode_with_special([token for token in ids if token not in self._ends])
+
+    def token_ends(self, ids: Sequence[int]) -> list[int]:
+        """Return the end of the text of each token in `decode_answer(ids)`, in characters.
+
+        It is -1 for a token that ends within a character, and one more than the length of the text for a last
+        token that ends the turn.
+
+        Raises:
+            DataError: if the text of the ids is not that of one token after the other.
+        """
+        whole, text = self.decode_answer(ids), ""
+        ends: list[int] = []
+        anchor = complete = 0  # a window of tokens: some tokenizers drop a space in front of the first one
+        for position, token in enumerate(ids, start=1):
+            if token in self._ends:
+                is_end = position == len(ids) and token in self.stop_ids
+                ends.append(len(whole) + 1 if is_end else len(text))
+                continue
+            known, found = (self.decode_answer(ids[anchor:end]) for end in (complete, position))
+            added = found[len(known) :]
+            if added.endswith(_UNFINISHED) and not whole.startswith(text + added):
+                ends.append(-1)
+                continue
+            text += added
+            ends.append(len(text))
+            anchor, complete = complete, position
+        if not whole.startswith(text) or whole[len(text) :].strip(_UNFINISHED):
+            raise DataError(f"the text {shorten(whole, 60)!r} is not that of one token after the other")
+        return ends
 
     def decode_with_special(self, ids: Sequence[int]) -> str:
         """Return the text of ids, with special tokens."""

@@ -40,7 +40,7 @@ def _make_replaying_engine(draws: Draws, setup: EngineSetup) -> Any:
 def _arguments(setup: EngineSetup) -> tuple[Any, ...]:
     """Return the arguments of `EmbeddedEngine`."""
     decode = None if setup.tokenizer is None else setup.tokenizer.decode_answer
-    return setup.settings, setup.options, setup.module, decode
+    return setup.settings, setup.options, setup.module, decode, setup.base
 
 
 def _check(served: ServedModel) -> Iterator[str]:
@@ -76,7 +76,10 @@ def _find_variation(device: str) -> Variation | None:
 ENGINE = EngineKind(
     name="embedded",
     traits=BackendTraits(
-        sharded_over_data="nothing", captured_families=DENSE_FAMILIES, records=(ROUTED_EXPERTS, KEPT_TOKENS)
+        sharded_over_data="nothing",
+        captured_families=DENSE_FAMILIES,
+        records=(ROUTED_EXPERTS, KEPT_TOKENS),
+        shares_base=True,
     ),
     factory=_make_engine,
     recording_factory=_make_recording_engine,

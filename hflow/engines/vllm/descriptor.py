@@ -142,6 +142,7 @@ ENGINE = EngineKind(
         quantizations=("fp8",),
         records=(ROUTED_EXPERTS, KEPT_TOKENS),
         records_up_to_top_k=True,
+        shares_base=True,
     ),
     factory=_make_engine,
     memory=memory,

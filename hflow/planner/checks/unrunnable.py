@@ -75,6 +75,7 @@ def _reasons(plan: Plan, request: PlanRequest, chosen: Container[str], fits: Fit
             kind = engine_kind(replica.backend)
             yield from kind.check(served_model(replica, request))
     yield from transport_reasons(plan, request)
+    yield from _base_reasons(plan, request)
     yield from _offload_reasons(plan, request)
     if plan.cluster.num_nodes > 1 and workers in ONE_PROCESS:
         yield (
@@ -367,20 +368,43 @@ def _update_reasons(node: Node, plan: Plan, request: PlanRequest) -> Iterator[st
         )
 
 
+def _base_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
+    """Yield models that cannot use the weights of another one, as these are divided in another way.
+
+    An engine may have weights of its own, if another replica of its model has not.
+    """
+    using = {replica.model for replica in plan.replicas if replica.base_of}
+    for replica in plan.replicas:
+        base = request.model(replica.model).base_of
+        if base is None or replica.base_of or (replica.role == "gen" and replica.model in using):
+            continue
+        asked = f"models.{replica.model}.base_of is {base}, but"
+        alike = [r for r in plan.replicas if r.model == base and (r.role == "gen") == (replica.role == "gen")]
+        if not alike:
+            yield f"{asked} {base} has no engine that {replica.name} could use. Remove base_of."
+        for owner in alike:
+            gen, rest = (".gen", "engine") if replica.role == "gen" else ("", "kernels")
+            yield (
+                f"{asked} {_layout_and_workers(replica)}, and {_layout_and_workers(owner)}. Give "
+                f"models.{replica.model}{gen} the layout, group and {rest} of models.{base}{gen}."
+            )
+
+
 def _offload_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
     """Yield models whose weights cannot be offloaded, as others use them in place."""
     for replica in plan.replicas:
         if replica.role == "gen" or request.model(replica.model).offload == "none":
             continue
         key = f"models.{replica.model}.offload"
-        if replica.base_of:
+        if replica.base_of and not replica.adapter_parameters:
             yield (
                 f"{key} has no effect, as {replica.name} uses the weights of {replica.base_of} without their "
                 f"adapters. Set {key}=none, or models.{plan.replica(replica.base_of).model}.offload=all."
             )
         for route in plan.weights:
             is_in_place = route.how == "shared" and replica.dtype == "fp32"
-            if route.src == replica.name and is_in_place and request.model(replica.model).offload == "all":
+            users = (route.src, plan.replica(route.src).base_of)
+            if replica.name in users and is_in_place and request.model(replica.model).offload == "all":
                 instead = "optimizer" if replica.role == "train" else "none"
                 yield (f"{key}=all offloads weights that {route.dst} uses in place. Set {key}={instead}.")
 

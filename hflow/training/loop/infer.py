@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from hflow.data.batches.batch import Batch, Column
-from hflow.data.batches.batch_arguments import bind_batch, unpack_batch
+from hflow.data.batches.batch_arguments import bind_batch, get_column, unpack_batch
 from hflow.data.batches.trajectory_rows import join_trajectories
 from hflow.training.interface import NodeCall
 from hflow.training.loop.inputs import PackedBatch, body_sequences, cut, prepare_batch
@@ -31,6 +32,8 @@ def run_infer(
         splitter: splits them into micro-batches. Agrees with the other data indices (a collective).
         run_forwards: runs the forward passes and the body.
     """
+    chosen = [_chosen_rows(call, shard) for shard in shards]
+    wholes, shards = shards, [shard.take(rows) for shard, rows in zip(shards, chosen, strict=True)]
     cuts = [cut(call, shard) if len(shard) else shard for shard in shards]
     prepared = [prepare_batch(sequences, splitter.head) for sequences in cuts if len(sequences)]
     merged = Batch.concat(prepared) if prepared else None
@@ -42,10 +45,38 @@ def run_infer(
     order = np.argsort(np.concatenate([np.asarray(indices) for indices in rows]))
     ordered = Batch.concat(results).take(order)
     bounds = pairwise(accumulate(map(len, cuts), initial=0))
-    return [
+    found = [
         join_trajectories(ordered.take(np.arange(start, end)), shard)
         for shard, (start, end) in zip(shards, bounds, strict=True)
     ]
+    if (mask := call.options.get("mask")) is None:
+        return found
+    return [_widened(*parts, mask) for parts in zip(found, wholes, chosen, strict=True)]
+
+
+def _chosen_rows(call: NodeCall, shard: Batch) -> npt.NDArray[np.int64]:
+    """Return the rows to compute: those of `mask=`, or one whose result is dropped if there are none."""
+    mask = call.options.get("mask")
+    if mask is None:
+        return np.arange(len(shard))
+    rows = np.flatnonzero(get_column(shard, mask).values)
+    return rows if len(rows) else np.arange(min(len(shard), 1))
+
+
+def _widened(found: Batch, whole: Batch, rows: npt.NDArray[np.int64], mask: str) -> Batch:
+    """Return the fields of all rows: NaN, -1 or False, by dtype, where `mask` is false."""
+    chosen = np.asarray(get_column(whole, mask).values, dtype=bool)
+    found = found.take(np.flatnonzero(chosen[rows]))
+    columns = {}
+    for name, column in found.columns.items():
+        values, at = np.asarray(column.values), chosen
+        if column.unit is Unit.TOKEN:
+            at = np.repeat(chosen, whole.lengths)
+        empty = {"f": np.nan, "b": False}.get(values.dtype.kind, -1)
+        filled = np.full((len(at), *values.shape[1:]), empty, values.dtype)
+        filled[at] = values
+        columns[name] = Column(column.unit, filled)
+    return Batch(whole.samples, whole.groups, whole.lengths, columns)
 
 
 def returned_fields(call: NodeCall, packed: PackedBatch, output: Output) -> Batch:

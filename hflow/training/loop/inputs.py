@@ -75,6 +75,10 @@ LEARNED = "is_learned"
 """Column that `prepare_batch` adds: which sequences count in means over sequences."""
 NUM_SEQUENCES, NUM_LEARNED = "num_sequences", "num_learned"
 """Columns that `prepare_batch` adds: the sequences that count, and learned tokens, of each row's sample."""
+COUNT = "@count"
+"""Column that `prepare_batch` adds for a mask of whole numbers: how often each sequence counts."""
+OBSERVED = "@observed"
+"""Column that `prepare_batch` adds for `observed=`: unlearned tokens whose log-probs a loss reads."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,9 @@ class PackedBatch(PackedTokens):
     batch: Batch
     seqs: Sequences
     targets: Tensor
-    """int64 `[N]`: positions of the learned tokens. Each is predicted from the token before it."""
+    """int64 `[N]`: positions of learned and observed tokens. Each is predicted from the token before it."""
+    observed: Tensor | None
+    """bool `[T]`: the observed tokens; None: the node has no `observed=`."""
     last_tokens: Tensor
     """int64 `[S]`: position of each sequence's last token."""
     valid: dict[Unit, Tensor]
@@ -137,22 +143,30 @@ def cut(call: NodeCall, batch: Batch) -> Batch:
     return cut_trajectories(batch) if is_cut else batch
 
 
-def prepare_batch(batch: Batch, head: str, mask_field: str | None = None) -> Batch:
+def prepare_batch(
+    batch: Batch, head: str, mask_field: str | None = None, observed_field: str | None = None
+) -> Batch:
     """Return the batch with its final `loss_mask`, and columns that say which sequences count.
 
-    The first token of a sequence has no prediction, so it is never learned. A sequence counts if any of its
-    tokens is learned; for a `score` head it counts unless the mask excludes it.
+    The first token of a sequence has no prediction, so it is never learned or observed. A sequence counts if
+    any of its tokens is learned; for a `score` head it counts unless the mask excludes it.
 
     Args:
         batch: has `loss_mask`, and all sequences of its samples.
         head: the model's head.
-        mask_field: bool column, per token or per sequence, that excludes more entries.
+        mask_field: bool column, per token or per sequence, that excludes more entries. Whole numbers per
+            sequence say how often a sequence counts.
+        observed_field: bool column of the tokens that are observed, unless they are learned.
     """
     mask = np.array(get_column(batch, "loss_mask").values, dtype=bool)
+    if observed_field is not None:
+        batch = batch.with_columns({OBSERVED: _observed(get_column(batch, observed_field), mask, batch)})
     mask[batch.offsets[:-1]] = False
     kept = np.ones(len(batch), dtype=bool)
     if mask_field is not None:
         extra = get_column(batch, mask_field)
+        if extra.unit is not Unit.TOKEN and np.issubdtype(np.asarray(extra.values).dtype, np.integer):
+            batch = batch.with_columns({COUNT: Column(Unit.SEQUENCE, extra.values)})
         flags = np.asarray(extra.values, dtype=bool)
         mask &= flags if extra.unit is Unit.TOKEN else np.repeat(flags, batch.lengths)
         kept = _any_by_sequence(flags, batch) if extra.unit is Unit.TOKEN else flags
@@ -184,16 +198,38 @@ def sequence_shares(batch: Batch, totals: Mapping[Unit, int]) -> npt.NDArray[np.
 
 
 def count_valid(batch: Batch) -> dict[Unit, int]:
-    """Count the tokens, samples and groups of a prepared batch that are learned.
+    """Count the tokens, samples and groups of a prepared batch that are learned, each as often as it counts.
 
     A loss per sequence is averaged over samples, however many sequences they have.
     """
     learned = np.asarray(batch.columns[LEARNED].values)
+    times = np.asarray(batch.columns[COUNT].values) if COUNT in batch.columns else np.ones(len(batch), int)
+    _, first = np.unique(batch.samples[learned], return_index=True)
     return {
-        Unit.TOKEN: int(np.count_nonzero(batch.columns["loss_mask"].values)),
-        Unit.SEQUENCE: len(np.unique(batch.samples[learned])),
+        Unit.TOKEN: int(np.repeat(times, batch.lengths)[np.asarray(batch.columns["loss_mask"].values)].sum()),
+        Unit.SEQUENCE: int(times[learned][first].sum()),
         Unit.GROUP: len(np.unique(batch.groups[learned])),
     }
+
+
+def target_positions(batch: Batch) -> npt.NDArray[np.int64]:
+    """Return the positions of a prepared batch's learned and observed tokens."""
+    learned = np.asarray(get_column(batch, "loss_mask").values)
+    observed = batch.columns.get(OBSERVED)
+    return np.flatnonzero(learned if observed is None else learned | np.asarray(observed.values))
+
+
+def count_observed(batch: Batch) -> int:
+    """Count the observed tokens of a prepared batch."""
+    observed = batch.columns.get(OBSERVED)
+    return 0 if observed is None else int(np.count_nonzero(observed.values))
+
+
+def _observed(field: Column, learned: npt.NDArray[np.bool_], batch: Batch) -> Column:
+    flags = np.asarray(field.values, dtype=bool)
+    observed = (flags if field.unit is Unit.TOKEN else np.repeat(flags, batch.lengths)) & ~learned
+    observed[batch.offsets[:-1]] = False
+    return Column(Unit.TOKEN, observed)
 
 
 def _positions(batch: Batch) -> npt.NDArray[np.int64]:
@@ -248,20 +284,26 @@ def pack_batch(
 ) -> PackedBatch:
     """Move a prepared batch to the device, as `pack_tokens` does, with what the body needs."""
     seqs = sequences_of(batch, device)
-    targets = np.flatnonzero(batch.columns["loss_mask"].values)
-    learned = to_tensor(batch.columns[LEARNED].values, device)
+    targets = target_positions(batch)
+    learns = np.asarray(batch.columns[LEARNED].values)
+    learned = to_tensor(learns, device)
     return PackedBatch(
         **vars(pack_tokens(batch, device, dtype, replays, vision)),
         batch=batch,
         seqs=seqs,
         targets=to_tensor(targets, device),
+        observed=None if OBSERVED not in batch.columns else to_tensor(batch.columns[OBSERVED].values, device),
         last_tokens=to_tensor(batch.offsets[1:] - 1, device),
         valid={
             Unit.TOKEN: seqs.loss_mask,
             Unit.SEQUENCE: learned,
             Unit.GROUP: seqs.group_sum(learned.long()) > 0,
         },
-        num_valid={**count_valid(batch), Unit.SEQUENCE: int(np.sum(batch.columns[LEARNED].values))},
+        num_valid={
+            Unit.TOKEN: int(np.count_nonzero(batch.columns["loss_mask"].values)),
+            Unit.SEQUENCE: int(learns.sum()),
+            Unit.GROUP: len(np.unique(batch.groups[learns])),
+        },
         kept=KeptSets.of_batch(batch, targets, device) if KEPT_TOKENS in batch.columns else None,
     )
 

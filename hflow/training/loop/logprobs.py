@@ -13,6 +13,8 @@ computed in the forward pass would save no product.
 Logits of tokens outside the set that a token was drawn from (`KeptSets`) become those of padding. So all
 results are those of the distribution over the set, and no gradient reaches the others.
 
+An adapter of the matrix adds the product of its second matrix and r numbers of each row.
+
 Axes: N rows, C rows of a chunk, K requested tokens of a row, V' logits of a row on this rank, D hidden.
 """
 
@@ -54,10 +56,19 @@ class OutputMatrix:
     """Rows that belong to a token, the first ones; None: all."""
     group: ProcessGroup | None = None
     """The ranks that have the other rows; None: this one has all."""
+    added: Tensor | None = None
+    """An adapter's second matrix, `[V', r]`."""
 
-    def logits(self, rows: Tensor) -> Tensor:
-        """Return logits `[C, V']` of hidden states `[C, D]`; those of padding are `PADDING_LOGIT`."""
+    def logits(self, rows: Tensor, low: Tensor | None = None) -> Tensor:
+        """Return logits `[C, V']` of hidden states; those of padding are `PADDING_LOGIT`.
+
+        Args:
+            rows: hidden states `[C, D]`.
+            low: what the adapter's second matrix is multiplied by, `[C, r]`.
+        """
         logits = linear(rows, self.weight, self.bias)
+        if self.added is not None and low is not None:
+            logits.addmm_(low, self.added.T)
         if self.num_valid is not None:
             logits[:, self.num_valid :] = PADDING_LOGIT
         return logits
@@ -79,6 +90,8 @@ class MatrixLogits:
     """Logits are divided by it."""
     kept: KeptSets | None = None
     """The tokens that each row's distribution is over; None: all."""
+    low: Tensor | None = None
+    """What the adapter's second matrix is multiplied by, `[N, r]`; None: there is no adapter."""
 
     def measure(self, names: Sequence[str], ids: Tensor) -> Sequence[Tensor]:
         """Compute some of `logprobs` and `entropy`, in one pass."""
@@ -101,7 +114,17 @@ class MatrixLogits:
         """Return log-probs `[N, K]` of tokens or of the `k` likeliest ones, the entropy, and the tokens."""
         matrix = self.matrix
         results: tuple[Tensor, Tensor, Tensor] = _Logprobs.apply(  # type: ignore[no-untyped-call]
-            self.rows, matrix.weight, matrix.bias, ids, k, matrix, self.temperature, with_entropy, self.kept
+            self.rows,
+            matrix.weight,
+            matrix.bias,
+            self.low,
+            matrix.added,
+            ids,
+            k,
+            matrix,
+            self.temperature,
+            with_entropy,
+            self.kept,
         )
         return results
 
@@ -115,6 +138,8 @@ class _Logprobs(torch.autograd.Function):
         rows: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        low: Tensor | None,
+        b: Tensor | None,
         ids: Tensor | None,
         k: int,
         matrix: OutputMatrix,
@@ -130,7 +155,8 @@ class _Logprobs(torch.autograd.Function):
         statistics = picked.new_zeros(3, len(rows))
         kept = None
         for chunk in _slices(len(rows), matrix.rows_per_chunk):
-            logits = _restricted(matrix.logits(rows[chunk]), chunk, matrix.first, sets)
+            part_low = None if low is None else low[chunk]
+            logits = _restricted(matrix.logits(rows[chunk], part_low), chunk, matrix.first, sets)
             if index is None:
                 values, candidates[chunk] = logits.topk(num_picked, dim=-1)
             else:
@@ -149,7 +175,7 @@ class _Logprobs(torch.autograd.Function):
         ctx.sets = sets
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
-            rows, weight, bias, index, is_local, highest + total.log(), highest + mean, kept
+            rows, weight, bias, low, b, index, is_local, highest + total.log(), highest + mean, kept
         )
         ctx.mark_non_differentiable(ids)
         return picked - total.log()[:, None], total.log() - mean, ids
@@ -159,21 +185,24 @@ class _Logprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: None
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden states, matrix and bias."""
-        rows, weight, bias, index, is_local, normaliser, mean, kept = ctx.saved_tensors
-        needs_rows, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        """Return the gradients of hidden states, matrix, bias and both factors of what an adapter adds."""
+        rows, weight, bias, low, b, index, is_local, normaliser, mean, kept = ctx.saved_tensors
+        needs_rows, needs_weight, needs_bias, needs_low, needs_b = ctx.needs_input_grad[:5]
         grad_rows = torch.empty_like(rows) if needs_rows else None
         grad_weight = torch.zeros_like(weight) if needs_weight else None
         grad_bias = torch.zeros_like(bias) if needs_bias else None
+        grad_low = torch.empty_like(low) if needs_low else None
+        grad_b = torch.zeros_like(b) if needs_b else None
         added = torch.zeros_like(is_local, dtype=torch.float32)
         if grad_logprobs is not None:
             added = grad_logprobs * is_local
         slope = torch.zeros_like(mean) if grad_logprobs is None else grad_logprobs.sum(-1)
-        matrix = OutputMatrix(weight, bias, ctx.first, ctx.num_valid)
+        matrix = OutputMatrix(weight, bias, ctx.first, ctx.num_valid, added=b)
         for chunk in _slices(len(rows), matrix.rows_per_chunk):
+            part_low = None if low is None else low[chunk]
             logits = kept
             if logits is None:
-                logits = _restricted(matrix.logits(rows[chunk]), chunk, matrix.first, ctx.sets)
+                logits = _restricted(matrix.logits(rows[chunk], part_low), chunk, matrix.first, ctx.sets)
             for tile in _slices(len(logits), _rows_per_tile(logits)):
                 part = slice(chunk.start + tile.start, chunk.start + tile.stop)
                 x = _scaled(logits[tile], ctx.temperature)
@@ -191,8 +220,12 @@ class _Logprobs(torch.autograd.Function):
                 grad_weight.addmm_(logits.T, rows[chunk])
             if grad_bias is not None:
                 grad_bias += logits.sum(0)
+            if grad_low is not None:
+                torch.mm(logits, b, out=grad_low[chunk])
+            if grad_b is not None and part_low is not None:
+                grad_b.addmm_(logits.T, part_low)
             del logits
-        return grad_rows, grad_weight, grad_bias, *[None] * 6
+        return grad_rows, grad_weight, grad_bias, grad_low, grad_b, *[None] * 6
 
 
 def _restricted(logits: Tensor, rows: slice, first: int, sets: KeptSets | None) -> Tensor:

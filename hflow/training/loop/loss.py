@@ -10,7 +10,8 @@ computed the proximal log-probs.
 A micro-batch's loss: the body's entries, weighted so that the sum over all ranks is the minibatch's loss.
 
 Denominators are global: the weights of all entries of a minibatch sum to 1 over all micro-batches and ranks
-(except for `token-sum/N`). A micro-batch's part of the loss is `sum(weight * entry)`, and these parts add up.
+(except for `token-sum/N`). So do those of observed tokens, whatever the reduction of learned ones. A
+micro-batch's part of the loss is `sum(weight * entry)`, and these parts add up.
 
 Axes: S sequences, T packed tokens, P groups.
 """
@@ -37,10 +38,19 @@ from hflow.training.interface import (
     ENGINE_GAP,
     ENGINE_GAP_MAX,
     ENGINE_KL,
+    OBSERVED_NLL,
     NodeCall,
 )
-from hflow.training.loop.inputs import NUM_LEARNED, NUM_SEQUENCES, PackedBatch, body_sequences
+from hflow.training.loop.inputs import (
+    COUNT,
+    NUM_LEARNED,
+    NUM_SEQUENCES,
+    PackedBatch,
+    body_sequences,
+    count_observed,
+)
 from hflow.training.loop.metrics import MetricAccumulator
+from hflow.training.loop.output import LmOutput
 from hflow.training.loop.prox import PROX, UpdateProgress, computed_fields, prox_errors
 from hflow.types import Output, Unit
 
@@ -110,13 +120,16 @@ class Loss:
     reduction: str
     totals: dict[Unit, int]
     """Tokens, samples and groups that count in the whole minibatch, over all ranks."""
+    num_observed: int
+    """Observed tokens of the whole minibatch, over all ranks."""
     progress: UpdateProgress
 
     def microbatch_loss(self, packed: PackedBatch, output: Output, metrics: MetricAccumulator) -> Tensor:
         """Run the body on a micro-batch, record its metrics, and return its part of the minibatch's loss.
 
         Raises:
-            RunError: if the loss has a wrong shape or does not depend on the model.
+            RunError: if the loss has a wrong shape, does not depend on the model, or does not read the
+                observed tokens that the node asks for.
         """
         call = self.call
         computed = computed_fields(call, output, packed, self.progress)
@@ -136,8 +149,22 @@ class Loss:
         values = values | prox_errors(call, output, packed, self.progress)
         metrics.add(call.node, values, packed, self.unit)
         add_engine_gap(call, output, packed, self.progress, metrics)
-        valid = packed.valid[self.unit]
-        return (entries.masked_fill(~valid, 0) * entry_weights(self.reduction, packed, self.totals)).sum()
+        valid, weights = packed.valid[self.unit], entry_weights(self.reduction, packed, self.totals)
+        if packed.observed is not None:
+            self._add_observed(packed, output, metrics)
+            valid = valid | packed.observed
+            weights = weights + packed.observed / max(self.num_observed, 1)
+        return (entries.masked_fill(~valid, 0) * weights).sum()
+
+    def _add_observed(self, packed: PackedBatch, output: Output, metrics: MetricAccumulator) -> None:
+        """Add the mean of -log p of the observed tokens to the metrics."""
+        if not isinstance(output, LmOutput) or not output.reads_observed:
+            raise RunError(
+                f"node {self.call.node!r}: observed={self.call.options['observed']!r} has no effect, as its "
+                "loss does not read out.observed_logprobs. Remove observed="
+            )
+        if num := count_observed(packed.batch):
+            metrics.add_sum(OBSERVED_NLL.suffix, -output.observed_logprobs.detach().sum(), num)
 
 
 def check_reduction(node: str, unit: Unit, reduction: str | None) -> str:
@@ -172,15 +199,21 @@ def entry_weights(reduction: str, packed: PackedBatch, totals: Mapping[Unit, int
     def of_samples(column: str) -> Tensor:
         return to_tensor(packed.batch.columns[column].values, packed.input_ids.device).clamp(min=1)
 
+    is_counted = COUNT in packed.batch.columns
+    if reduction == "group-mean" and is_counted:
+        raise RunError("mask= with whole numbers counts samples, so the loss cannot be per group")
     if reduction == "group-mean":
         return packed.valid[Unit.GROUP] / totals[Unit.GROUP]
     if reduction == "seq-mean":
-        return packed.valid[Unit.SEQUENCE] / of_samples(NUM_SEQUENCES) / totals[Unit.SEQUENCE]
+        samples = packed.valid[Unit.SEQUENCE] / of_samples(NUM_SEQUENCES) / totals[Unit.SEQUENCE]
+        return samples * of_samples(COUNT) if is_counted else samples
     tokens = packed.valid[Unit.TOKEN].float()
+    if is_counted:
+        tokens = tokens * of_samples(COUNT)[packed.seqs.index]
     if reduction == "token-mean":
-        return tokens / totals[Unit.TOKEN]
+        return tokens / max(totals[Unit.TOKEN], 1)  # observed tokens may be all that there are
     if reduction.startswith("token-sum/"):
         return tokens / int(reduction.removeprefix("token-sum/"))
     if reduction == "seq-mean-token-mean":
         tokens = tokens / of_samples(NUM_LEARNED)[packed.seqs.index]
-    return tokens / totals[Unit.SEQUENCE]
+    return tokens / max(totals[Unit.SEQUENCE], 1)

@@ -64,6 +64,10 @@ class MetricAccumulator:
         """Add entries `[N]` of one metric that all count; N > 0."""
         self._merge(name, _REDUCE[_reduction(name)](entries), len(entries))
 
+    def add_sum(self, name: str, total: Tensor, count: int) -> None:
+        """Add entries of a mean, given their sum and number; `count` > 0."""
+        self._merge(name, total, count)
+
     def merge(self, other: MetricAccumulator) -> None:
         """Add what another one has accumulated on this rank."""
         self.num_computed += other.num_computed

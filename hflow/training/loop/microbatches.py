@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from hflow.data.batches.batch import Batch
 from hflow.data.batches.device_copy import to_device
 from hflow.training.interface import NodeCall, TrainShard
-from hflow.training.loop.inputs import count_valid, cut, prepare_batch
+from hflow.training.loop.inputs import count_observed, count_valid, cut, prepare_batch
 from hflow.types import Unit
 
 _UNITS = (Unit.TOKEN, Unit.SEQUENCE, Unit.GROUP)
@@ -30,6 +30,8 @@ class Minibatch:
     placeholders."""
     totals: dict[Unit, int]
     """Tokens, samples and groups that count in the whole minibatch, over all ranks."""
+    num_observed: int = 0
+    """Observed tokens of the whole minibatch, over all ranks."""
 
 
 @dataclass(frozen=True)
@@ -48,17 +50,17 @@ class MicrobatchSplitter:
 
         Several shards in one process are merged, as no result depends on which rank has a sample.
         """
-        mask = call.options.get("mask")
+        mask, observed = call.options.get("mask"), call.options.get("observed")
         prepared = [
-            [prepare_batch(cut(call, part), self.head, mask) for part in parts if len(part)]
+            [prepare_batch(cut(call, part), self.head, mask, observed) for part in parts if len(part)]
             for parts in zip(*(shard.minibatches for shard in shards), strict=True)
         ]
         merged = [Batch.concat(parts) if parts else None for parts in prepared]
         splits = [self.split(call, batch) for batch in merged]
         agreed = self._agree(merged, splits)
         return [
-            Minibatch(tuple(split), num_microbatches, dict(zip(_UNITS, totals, strict=True)))
-            for split, (num_microbatches, *totals) in zip(splits, agreed, strict=True)
+            Minibatch(tuple(split), num_microbatches, dict(zip(_UNITS, totals, strict=True)), num_observed)
+            for split, (num_microbatches, num_observed, *totals) in zip(splits, agreed, strict=True)
         ]
 
     def split(self, call: NodeCall, batch: Batch | None) -> list[Batch]:
@@ -86,10 +88,8 @@ class MicrobatchSplitter:
 
     def _agree(self, merged: list[Batch | None], splits: list[list[Batch]]) -> list[list[int]]:
         """Return for each minibatch the largest number of micro-batches, and the counts of all ranks."""
-        counts = [dict.fromkeys(_UNITS, 0) if b is None else count_valid(b) for b in merged]
-        local_counts = [
-            [len(split), *(count[u] for u in _UNITS)] for split, count in zip(splits, counts, strict=True)
-        ]
+        counts = [[0] * (1 + len(_UNITS)) if b is None else _counts(b) for b in merged]
+        local_counts = [[len(split), *count] for split, count in zip(splits, counts, strict=True)]
         by_rank = self._gather(local_counts)
         agreed = torch.cat([by_rank[:, :, :1].amax(0), by_rank[:, :, 1:].sum(0)], dim=1)
         return [[int(x) for x in row] for row in agreed.tolist()]  # waits: once per step
@@ -102,6 +102,11 @@ class MicrobatchSplitter:
         parts = [torch.empty_like(local_counts) for _ in range(self.group.size())]
         dist.all_gather(parts, local_counts, group=self.group)
         return torch.stack(parts)
+
+
+def _counts(batch: Batch) -> list[int]:
+    valid = count_valid(batch)
+    return [count_observed(batch), *(valid[unit] for unit in _UNITS)]
 
 
 Integers = Sequence[int] | npt.NDArray[np.int64]

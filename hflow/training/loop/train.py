@@ -132,8 +132,9 @@ def run_train(
 ) -> StepRecord:
     """Run every minibatch of every epoch, with one optimizer step each.
 
-    A minibatch without any learned entry makes no optimizer step. Nor does one whose gradient is not finite,
-    if the optimizer skips such steps. All ranks skip the same ones, as they decide by the same norm.
+    A minibatch without any learned or observed entry makes no optimizer step. Nor does one whose gradient is
+    not finite, if the optimizer skips such steps. All ranks skip the same ones, as they decide by the same
+    norm.
 
     Args:
         call: the node's body and its options.
@@ -156,11 +157,11 @@ def run_train(
     record = StepRecord(num_tokens=sum(minibatch.totals[Unit.TOKEN] for minibatch in minibatches))
     for update in range(num_updates):
         minibatch = minibatches[update % len(minibatches)]
-        if not minibatch.totals[unit]:
+        if not minibatch.totals[unit] and not minibatch.num_observed:
             continue
         is_first_epoch, has_changed = update < len(minibatches), len(record.gradient_norms) > 0
         progress = UpdateProgress(step, update, num_updates, is_first_epoch, has_changed)
-        loss = Loss(call, field_name, unit, reduction, minibatch.totals, progress)
+        loss = Loss(call, field_name, unit, reduction, minibatch.totals, minibatch.num_observed, progress)
         attempt = StepRecord()
         accumulate(loss, first_pass(call, minibatch, progress), attempt)
         norm = optimizer.gradient_norm()

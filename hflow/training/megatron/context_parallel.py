@@ -35,9 +35,10 @@ from torch.distributed import ProcessGroup
 from torch.nn.attention.bias import causal_lower_right
 
 from hflow.data.batches.batch import Batch
-from hflow.data.batches.batch_arguments import get_column, to_tensor
+from hflow.data.batches.batch_arguments import to_tensor
 from hflow.data.batches.shared_prefix import PrefixSharing
 from hflow.models.attention_kernels import padded_attention, varlen_attention
+from hflow.training.loop.inputs import target_positions
 from hflow.training.loop.output import Logits
 from hflow.types.kernels import AttentionKernel
 
@@ -110,7 +111,7 @@ def divide_rows(
     """Divide the computed rows of a micro-batch over the context ranks.
 
     Args:
-        batch: gives the lengths, and for `with_outputs` the final `loss_mask`.
+        batch: gives the lengths, and for `with_outputs` the learned and observed tokens.
         sharing: which of its tokens are computed once; None: every token is computed.
         group: the context ranks.
         multiple: R is a multiple of it.
@@ -130,7 +131,7 @@ def divide_rows(
     learned = np.empty(0, dtype=np.int64)
     predictors = learned
     if with_outputs:
-        targets = np.flatnonzero(get_column(batch, "loss_mask").values)
+        targets = target_positions(batch)
         places = place_of_row[row_of_token[targets - 1]] - group.rank() * len(rows)
         learned = np.flatnonzero((places >= 0) & (places < len(rows)))
         predictors = places[learned]
