@@ -7,7 +7,7 @@ from typing import Any
 
 from hflow.translate.given import Given
 from hflow.translate.recipe import RecipeDraft
-from hflow.translate.shared import num_devices, set_model, set_paths
+from hflow.translate.shared import REPLAYED, num_devices, set_model, set_paths, set_sampling_limits
 from hflow.translate.table import Row, automatic, manual, missing, same
 
 LOSSES = {
@@ -178,8 +178,9 @@ TABLES: dict[str, Sequence[Row]] = {
     "Generation": [
         same("max_completion_length", "nodes.actor_gen.max_tokens"),
         same("temperature", "nodes.actor_gen.temperature"),
-        same("top_p", "nodes.actor_gen.top_p", "1 only: the loss needs the log-probs of all tokens"),
-        same("top_k", "nodes.actor_gen.top_k", "0 only"),
+        same("top_p", "nodes.actor_gen.top_p", REPLAYED),
+        same("top_k", "nodes.actor_gen.top_k", REPLAYED),
+        same("min_p", "nodes.actor_gen.min_p", REPLAYED),
         same("chat_template_kwargs", "models.actor.template_kwargs"),
         same("use_vllm", "models.actor.gen.engine", "true: `vllm`; false: the plan decides"),
         same("vllm_mode", "placement", "`server`: the plan places the engines among the devices"),
@@ -195,7 +196,6 @@ TABLES: dict[str, Sequence[Row]] = {
         automatic("use_transformers_continuous_batching", "engines always batch continuously"),
         automatic("use_transformers_paged", "engines always batch continuously"),
         missing("transformers_continuous_batching_config"),
-        missing("min_p"),
         missing("repetition_penalty"),
         missing("generation_kwargs"),
         missing("cache_implementation"),
@@ -218,7 +218,10 @@ TABLES: dict[str, Sequence[Row]] = {
         same("lora_dropout", "", "0 only: adapters have no dropout"),
         manual("lora_*", note="[LoRA](../lora.md)"),
         same("use_rslora", "models.actor.lora.rslora"),
-        missing("use_dora"),
+        same("use_dora", "models.actor.lora.dora"),
+        same("load_in_4bit", "models.actor.lora.base", "`nf4`"),
+        same("bnb_4bit_quant_type", "", "`nf4` only"),
+        automatic("use_bnb_nested_quant", "factors of blocks have 8 bits"),
         automatic("disable_dropout", "models compute without dropout"),
         automatic("attn_implementation", "`hflow plan`, section attention"),
         automatic("pad_to_multiple_of", _PACKED),
@@ -230,9 +233,8 @@ TABLES: dict[str, Sequence[Row]] = {
         missing("cast_lm_head_to_fp32"),
         missing("use_liger_kernel"),
         missing("liger_kernel_config"),
-        missing("load_in_*", note="no quantized training"),
-        missing("bnb_*", note="no quantized training"),
-        missing("use_bnb_nested_quant", "no quantized training"),
+        missing("load_in_*", note="weights in 4 bits"),
+        missing("bnb_*", note="packed in bytes"),
         manual("torch_compile_*", note="`models.actor.compile`"),
         missing("tf32"),
         missing("use_cache"),
@@ -578,10 +580,7 @@ def _generation(given: Given, draft: RecipeDraft, devices: int) -> None:
     length = given.whole("max_completion_length") or 512
     draft.set("nodes.actor_gen.max_tokens", length)
     draft.set("nodes.actor_gen.temperature", given.number("temperature"))
-    for key, off in (("top_p", 1.0), ("top_k", 0)):
-        if given.value(key) != off:
-            note = "the loss needs log-probs of the whole distribution, so samples are drawn from all tokens"
-            given.leave(key, note)
+    set_sampling_limits(given, draft, "top_p", "top_k", "min_p")
     longest = given.whole("vllm_max_model_length")
     if longest is None:
         longest = length + 1024
@@ -699,6 +698,12 @@ def _model_settings(given: Given, draft: RecipeDraft) -> None:
     draft.set("models.actor.lora.alpha", given.number("lora_alpha"))
     if given.flag("use_rslora"):
         draft.set("models.actor.lora.rslora", True)
+    if given.flag("use_dora"):
+        draft.set("models.actor.lora.dora", True)
+    if given.flag("load_in_4bit"):
+        draft.set("models.actor.lora.base", "nf4")
+        if given.value("bnb_4bit_quant_type") != "nf4":
+            given.leave("bnb_4bit_quant_type", "weights in 4 bits are nf4")
     targets = given.value("lora_target_modules")
     if targets is None:
         given.differs(

@@ -8,7 +8,7 @@ from typing import Any
 
 from hflow.translate.given import Given
 from hflow.translate.recipe import RecipeDraft
-from hflow.translate.shared import num_devices, set_model, set_paths
+from hflow.translate.shared import REPLAYED, num_devices, set_model, set_paths, set_sampling_limits
 from hflow.translate.table import Row, automatic, manual, missing, same
 
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
@@ -372,10 +372,8 @@ TABLES: dict[str, Sequence[Row]] = {
         same(f"{ROLLOUT}.name", "models.actor.gen.engine", values=ENGINES),
         same(f"{ROLLOUT}.n", "nodes.actor_gen.group"),
         same(f"{ROLLOUT}.temperature", "nodes.actor_gen.temperature"),
-        same(
-            f"{ROLLOUT}.top_p", "nodes.actor_gen.top_p", "1 only: the loss needs the log-probs of all tokens"
-        ),
-        same(f"{ROLLOUT}.top_k", "nodes.actor_gen.top_k", "-1 only, which is 0 here"),
+        same(f"{ROLLOUT}.top_p", "nodes.actor_gen.top_p", REPLAYED),
+        same(f"{ROLLOUT}.top_k", "nodes.actor_gen.top_k", f"-1 is 0 here; {REPLAYED}"),
         same(f"{ROLLOUT}.do_sample", "nodes.actor_gen.temperature", "true only"),
         same(
             f"{ROLLOUT}.tensor_model_parallel_size",
@@ -933,10 +931,9 @@ def _generation(given: Given, draft: RecipeDraft, devices: int) -> None:
             f"{ROLLOUT}.n", f"nodes.{draft.advantage} compares the answers of a prompt; set 2 or more"
         )
     draft.set("nodes.actor_gen.temperature", given.number(f"{ROLLOUT}.temperature"))
-    for key, off in (("top_p", 1.0), ("top_k", -1), ("do_sample", True)):
-        if given.value(f"{ROLLOUT}.{key}") != off:
-            note = "the loss needs log-probs of the whole distribution, so samples are drawn from all tokens"
-            given.leave(f"{ROLLOUT}.{key}", note)
+    set_sampling_limits(given, draft, f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_k")
+    if given.value(f"{ROLLOUT}.do_sample") is not True:
+        given.leave(f"{ROLLOUT}.do_sample", "a group of equal answers has no advantage, so samples are drawn")
     length = given.whole(f"{ROLLOUT}.max_model_len")
     if length is None:
         length = (given.whole("data.max_prompt_length") or 512) + response

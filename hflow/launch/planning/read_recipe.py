@@ -23,6 +23,7 @@ from hflow.launch.planning.models import (
     differing_size,
     has_config,
     missing_text,
+    with_bases,
 )
 from hflow.launch.planning.services import check_services
 from hflow.launch.planning.this_machine import with_this_machine
@@ -96,6 +97,7 @@ class RecipeReader:
         warnings = (*warnings, *(f"{problem}. {_SIZES_KNOWN}" for problem in unreached.values()))
         spec = self._recipe.spec()
         check_names(config, spec)
+        spec = with_bases(spec, config)
         graph = build_graph(apply_overrides(spec, config.nodes))
         self._recipe.check_bodies(graph)
         check_model_fit(config, graph)

@@ -12,7 +12,7 @@ from hflow.planner.plan.optimizers import OPTIMIZERS, states_of
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import Replica
 from hflow.planner.plan.traits import BackendTraits, traits
-from hflow.planner.weights.sharding import can_split
+from hflow.planner.weights.sharding import can_split, is_on_stage
 from hflow.shapes.layout import Layout, stage_layers
 from hflow.shapes.model_shape import ModelShape, TensorSpec, kinds_of_layers, layer_tensors, other_tensors
 
@@ -63,7 +63,10 @@ def _check_adapters(replica: Replica, request: PlanRequest) -> None:
     if replica.role != "train" or shape is None or shape.adapter is None:
         return
     for stage, layers in enumerate(stage_layers(shape.num_layers, layout.pipe)):
-        if not any(layer_tensors(shape, layer) for layer in range(*layers)):
+        of_stage = (spec for spec in other_tensors(shape) if is_on_stage(spec, shape, stage, layout.pipe))
+        if not any(".lora_" in spec.name for spec in of_stage) and not any(
+            layer_tensors(shape, layer) for layer in range(*layers)
+        ):
             raise PlanError(
                 f"{replica.name}: stage {stage} of layout {layout} has no matrix of "
                 f"models.{replica.model}.lora.targets, so it has nothing to train; set fewer stages, or more "
