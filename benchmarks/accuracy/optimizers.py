@@ -20,8 +20,9 @@ EVERY = 50
 OPTIM = "models.actor.optim"
 CASES: dict[str, tuple[str, ...]] = {
     "adamw": (),
+    "adamw_8bit": (f"{OPTIM}.name=adamw_8bit",),
     "muon": (f"{OPTIM}.name=muon",),
-    "sgd": (f"{OPTIM}.name=sgd", f"{OPTIM}.momentum=0.9", f"{OPTIM}.lr=0.1", f"{OPTIM}.betas=[0.9,0.999]"),
+    "sgd": (f"{OPTIM}.name=sgd", f"{OPTIM}.momentum=0.9", f"{OPTIM}.lr=0.1"),
 }
 """Optimizer -> its settings. Muon has AdamW's learning rate, as its updates have the same size."""
 

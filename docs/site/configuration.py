@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +9,7 @@ from pydantic import TypeAdapter
 
 from hflow.base.validation import MAX_INT
 from hflow.config import schema
+from hflow.config.field_meanings import field_meanings
 
 JsonSchema = Mapping[str, Any]
 SCHEMA: JsonSchema = TypeAdapter(schema.RunConfig).json_schema()
@@ -52,25 +51,14 @@ def key_tables() -> str:
 
 def key_table(name: str) -> str:
     """Return the keys of a class as a table in Markdown: type, default and meaning of each."""
-    meanings = field_meanings(name)
+    meanings = field_meanings(getattr(schema, name))
     rows = ["| key | type | default | meaning |", "|-|-|-|-|"]
     for key, value in CLASSES[name]["properties"].items():
         default = f"`{yaml_text(value['default'])}`" if "default" in value else ""
-        rows.append(f"| `{key}` | {type_text(value)} | {default} | {meanings[key]} |")
+        rows.append(
+            f"| `{key}` | {type_text(value)} | {default} | {meanings[key].replace('|', chr(92) + '|')} |"
+        )
     return "\n".join(rows)
-
-
-def field_meanings(name: str) -> dict[str, str]:
-    """Return the docstring of each field of a class, its base classes' included, on one line."""
-    meanings: dict[str, str] = {}
-    for cls in reversed(getattr(schema, name).__mro__[:-1]):
-        (tree,) = ast.parse(inspect.getsource(cls)).body
-        assert isinstance(tree, ast.ClassDef)
-        for field, text in zip(tree.body, tree.body[1:], strict=False):
-            match field, text:
-                case ast.AnnAssign(target=ast.Name(id=key)), ast.Expr(value=ast.Constant(value=str(meaning))):
-                    meanings[key] = " ".join(meaning.split()).replace("|", "\\|")
-    return meanings
 
 
 def type_text(value: JsonSchema) -> str:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import RenderableType
 
 from hflow import launch
 from hflow.base.errors import ConfigError
 from hflow.base.shipped import is_recipe_file, shipped_recipes
 from hflow.base.terminal import print_json, print_text, show
 from hflow.cli.arguments import recipe_file
-from hflow.report.text.nodes import render_node, render_nodes, render_recipe_nodes
+from hflow.report.text.nodes import render_node, render_nodes, render_recipe_nodes, render_setting
 from hflow.report.text.translation import render_translation
 
 if TYPE_CHECKING:
-    from hflow.launch import CatalogNode
+    from hflow.launch import CatalogNode, CatalogSetting
 
 
 def new(
@@ -72,8 +69,8 @@ def translate(
 
 
 _FIRST_HELP = (
-    "A ready node, such as actor_train, or a recipe: the name of a shipped one or a Python file. Default: "
-    "list all ready nodes."
+    "A ready node, an optimizer or lora, such as actor_train or muon; or a recipe: the name of a shipped one "
+    "or a Python file. Default: list all ready nodes, optimizers and adapters."
 )
 
 
@@ -87,13 +84,20 @@ def nodes(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the ready nodes and rewards, or those of a recipe, or all that can be set of one."""
+    """List the ready nodes, rewards and optimizers, or nodes of a recipe, or all that can be set of one."""
     if subject is None:
-        _show_all(launch.ready_nodes(), render_nodes, json)
+        ready, settings = launch.ready_nodes(), launch.ready_settings()
+        if json:
+            print_json([*(node.to_json() for node in ready), *(setting.to_json() for setting in settings)])
+        else:
+            show(render_nodes(ready, settings))
     elif is_recipe_file(subject) or subject in shipped_recipes():
         found = launch.recipe_nodes(recipe_file(subject), name)
         if name is None:
-            _show_all(found, partial(render_recipe_nodes, subject), json)
+            if json:
+                print_json([node.to_json() for node in found])
+            else:
+                show(render_recipe_nodes(subject, found))
         else:
             _show_one(found[0], json)
     elif name is not None:
@@ -102,17 +106,10 @@ def nodes(
         _show_one(launch.ready_node(subject), json)
 
 
-def _show_all(
-    found: Sequence[CatalogNode], render: Callable[[Sequence[CatalogNode]], RenderableType], json: bool
-) -> None:
+def _show_one(found: CatalogNode | CatalogSetting, json: bool) -> None:
     if json:
-        print_json([node.to_json() for node in found])
+        print_json(found.to_json())
+    elif isinstance(found, launch.CatalogSetting):
+        show(render_setting(found))
     else:
-        show(render(found))
-
-
-def _show_one(node: CatalogNode, json: bool) -> None:
-    if json:
-        print_json(node.to_json())
-    else:
-        show(render_node(node))
+        show(render_node(found))

@@ -7,7 +7,7 @@ besides: the plan takes another value where the default does not fit, or takes l
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -73,8 +73,8 @@ class OptimConfig:
     """An optimizer and its learning-rate schedule. Steps are optimizer steps, not those of the run."""
 
     name: str = "adamw"
-    """The optimizer: `adamw`, `adamw_bf16`, `adamw_cpu`, `muon`, `sgd`, or one that another installed package
-    adds."""
+    """The optimizer: `adamw`, `adamw_8bit`, `adamw_bf16`, `adamw_cpu`, `muon`, `sgd`, or one that another
+    installed package adds."""
     lr: StrictFloat = Field(default=1e-6, ge=0)
     """Learning rate after the warm-up."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
@@ -149,15 +149,22 @@ class LoraConfig:
     """The adapters' output is scaled by alpha / r, or by alpha / sqrt(r) with `rslora`."""
     rslora: StrictBool = False
     """Scale by alpha / sqrt(r), so that the size of updates does not depend on r (Kalajdzievski 2023)."""
+    dora: StrictBool = False
+    """Learn the length of each row of a matrix apart from its direction, which A and B change (Liu et al.
+    2024, DoRA)."""
     targets: Names = (ALL_LINEAR,)
-    """Modules that get adapters, such as `[q_proj,v_proj]`; `all-linear`: all matrices of decoder layers."""
+    """Modules that get adapters, such as `[q_proj,v_proj]`; `all-linear`: all matrices of decoder layers.
+    `embed_tokens` and `lm_head` are the embedding and the output matrix, where they are two."""
+    base: Literal["nf4"] | None = None
+    """`nf4`: keep the frozen matrices of decoder layers in 4 bits (Dettmers et al. 2023, QLoRA), by
+    bitsandbytes, whole on every rank; engines have the same rounded ones. Null: in `dtype`."""
     save_merged: StrictBool = False
     """Save also the merged model, as Hugging Face files in `merged/` beside the adapter."""
 
-    @property
-    def chosen(self) -> Names | None:
-        """The modules that get adapters; None: all that can."""
-        return None if self.targets == (ALL_LINEAR,) else self.targets
+    def chosen(self, all_linear: Iterable[str]) -> Names:
+        """Return the modules that get adapters, given those that `all-linear` means."""
+        meant = tuple(all_linear)
+        return tuple(dict.fromkeys(x for y in self.targets for x in (meant if y == ALL_LINEAR else (y,))))
 
     @property
     def scale(self) -> float:
@@ -268,6 +275,10 @@ class ModelConfig:
     """Use megatron's sequence parallelism; null: on CUDA, where it saves memory at no cost."""
     lora: LoraConfig | None = None
     """Train low-rank adapters beside frozen weights, as in `{r: 16, alpha: 32}`; null: train the weights."""
+    base_of: str | None = None
+    """A model with adapters, whose frozen weights this model uses in place of its own: with adapters of its
+    own, or with none if it is frozen. Both are on the same devices, with the same layout; null: it has its
+    own weights."""
     balance: BalanceConfig | None = None
     """Balance the load of a mixture's experts while it trains, as in `{coefficient: 1e-3}` or `{bias_rate:
     1e-3}`; null: the router is trained by the recipe's loss alone."""

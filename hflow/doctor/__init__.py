@@ -51,6 +51,7 @@ OPTIONAL_PARTS = (
     OptionalPart("agents", "agents that use the openai client", ("openai",)),
     *(OptionalPart(name, f"report.{name}", tracker_kind(name).packages) for name in TRACKERS.own),
     OptionalPart("lora", "training of adapters, models.NAME.lora", ("peft",)),
+    OptionalPart("qlora", "adapters beside weights in 4 bits, lora.base", ("peft", "bitsandbytes")),
     OptionalPart("math", "rewards.math", ("math_verify",)),
     OptionalPart("reasoning-gym", "data.NAME.generator=reasoning-gym:TASK", ("reasoning_gym",)),
     OptionalPart(

@@ -160,6 +160,16 @@ TopP = Annotated[
     ),
 ]
 TopK = Annotated[int, _option(0, minimum=0, text="sample among this many most likely tokens; 0 means all.")]
+MinP = Annotated[
+    float,
+    _option(
+        0.0,
+        minimum=0.0,
+        maximum=1.0,
+        text="sample among the tokens with at least this part of the most likely one's probability, before "
+        "top_k and top_p; 0.0 means all.",
+    ),
+]
 MaxTokens = Annotated[int, _option(128, minimum=1, text="largest number of tokens of one completion.")]
 Stop = Annotated[tuple[str, ...], _option((), text="texts that end a completion.")]
 ToolFormat = Annotated[
@@ -177,6 +187,14 @@ RoutingReplay = Annotated[
         False,
         text="record which experts of a mixture-of-experts model the engine chooses for each token, "
         "and use the same ones wherever a node trains or infers with the model on these samples.",
+    ),
+]
+SamplingReplay = Annotated[
+    bool | None,
+    _option(
+        text="record which tokens top_p, top_k and min_p leave, and compute log-probs over the same ones "
+        "wherever a node trains or infers with a language model on these samples. Default: where a node "
+        "reads behav_logprobs, which are over these tokens.",
     ),
 ]
 Reduce = Annotated[
@@ -270,10 +288,12 @@ class GenerateOptions(TypedDict, total=False):
     temperature: Temperature
     top_p: TopP
     top_k: TopK
+    min_p: MinP
     max_tokens: MaxTokens
     stop: Stop
     tool_format: ToolFormat
     routing_replay: RoutingReplay
+    sampling_replay: SamplingReplay
     min_group: MinGroup
     data: Data
 

@@ -37,6 +37,11 @@ class EngineSetup:
     """Decodes tokens to find stop strings; None: requests have none."""
     module: nn.Module | None = None
     """A trainer's module whose parameters the engine shares; None: the engine has its own weights."""
+    base: GenerationEngine | None = None
+    """The engine whose frozen weights this one uses, beside adapters of its own; None: it has its own."""
+    guests: tuple[EngineSetup, ...] = ()
+    """The setups of the engines that will have this one as `base`. Its library serves their requests too, if
+    it is in a process of its own."""
     tensor: int = 1
     """Number of tensor ranks."""
     devices: tuple[str, ...] = ()
@@ -64,6 +69,8 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     """0 means all tokens."""
+    min_p: float = 0.0
+    """0 means all tokens. It is applied before the others, as vLLM does."""
     max_tokens: int = 128
     """Maximum tokens to draw."""
     stop_ids: tuple[int, ...] = ()
@@ -85,15 +92,14 @@ class GenerationResult:
     ids: tuple[int, ...]
     """Drawn tokens, without the prompt."""
     logprobs: tuple[float, ...]
-    """Log-prob of each token under the temperature, over the whole vocabulary. With top-p or top-k, vLLM
-    reports that of the tokens they leave, so a plan allows these only where no log-prob is used."""
+    """Log-prob of each token under the temperature, over the tokens that top-p, top-k and min-p leave."""
     versions: tuple[int, ...]
     """Version of the weights that drew each token."""
     stop_reason: str
     """`stop`, `length`, or `abort` for an interrupted request."""
     recorded: Recorded = field(default_factory=dict, hash=False)
     """What was recorded of the sequence, the prompt included, by kind (`RecordedKind`). The last drawn token
-    has no entry, as it was not computed."""
+    has no entry of what is recorded when a token is computed, which it was not."""
 
 
 class DrawnTokens(NamedTuple):

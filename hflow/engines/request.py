@@ -9,6 +9,7 @@ from hflow.base.errors import BackendError
 from hflow.engines.interface import DrawnTokens, GenerationResult, SamplingParams
 from hflow.types.engine import find_sampling_problem
 from hflow.types.image import PlacedImage
+from hflow.types.kept_tokens import KEPT_TOKENS
 from hflow.types.recorded import recorded_kind
 
 Decode = Callable[[Sequence[int]], str]
@@ -22,7 +23,7 @@ class GenerationRequest:
     """A prompt and the tokens drawn after it so far.
 
     `ids` is the prompt followed by the drawn tokens. `logprobs` and `versions` have entries for drawn tokens
-    only, `recorded` has what is asked for of the first of `ids`, those that were computed, by kind.
+    only, `recorded` has what is asked for of the first of `ids`, those that were computed or drawn, by kind.
     """
 
     request_id: int
@@ -38,8 +39,14 @@ class GenerationRequest:
     images: tuple[PlacedImage, ...] = ()
     """The images of the prompt."""
 
-    def append(self, token: int, logprob: float, version: int) -> None:
+    def append(self, token: int, logprob: float, version: int, kept: bytes = b"") -> None:
         """Append a token that was drawn.
+
+        Args:
+            token: the token's id.
+            logprob: the token's log-prob.
+            version: the version of the weights that drew it.
+            kept: the entry of `kept_tokens`, where it is recorded.
 
         Raises:
             BackendError: if its log-prob is NaN.
@@ -48,6 +55,10 @@ class GenerationRequest:
             raise BackendError(
                 "the model's logits are NaN, so its weights have diverged; lower the learning rate"
             )
+        if KEPT_TOKENS in self.params.record:
+            entries = self.recorded.setdefault(KEPT_TOKENS, [])
+            entries += [b""] * (len(self.ids) - len(entries))
+            entries.append(kept)
         self.ids.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
@@ -104,7 +115,9 @@ def new_request(
             f"a prompt holds token {max(prompt_ids)}, but the model's vocabulary has {vocab_size}; "
             "set the model's vocab_size to its tokenizer's"
         )
-    if (found := find_sampling_problem(params.temperature, params.top_p, params.top_k)) is not None:
+    if (
+        found := find_sampling_problem(params.temperature, params.top_p, params.top_k, params.min_p)
+    ) is not None:
         raise BackendError(found[1])
     if "" in params.stop:
         raise BackendError("a stop string is empty, which would end every completion at once; remove it")

@@ -136,7 +136,7 @@ class EpisodeEngine:
         """
         assert self._server is not None, "this engine has no server for endpoints"
         params = self._params
-        sampling = {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
+        sampling = {name: getattr(params, name) for name in ("temperature", "top_p", "top_k", "min_p")}
         return open_endpoint(
             self._server, self._model, self._conversation_engine, sampling, self._conversation_numbers
         )

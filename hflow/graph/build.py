@@ -28,6 +28,7 @@ from hflow.graph.framework_reads import (
     image_parameters,
     replayed_parameters,
     resolve_prox,
+    resolve_sampling_replay,
     unread_prox,
 )
 from hflow.graph.ir import Edge, Graph, Level, Node, NodeSpec, Parameter, Read, RecipeSpec, Stream
@@ -200,7 +201,7 @@ def build_graph(spec: RecipeSpec) -> Graph:
     """
     assignment = assign_streams(spec)
     check_prox(spec, assignment)
-    spec = resolve_prox(spec, assignment)
+    spec = resolve_sampling_replay(resolve_prox(spec, assignment), assignment)
     fields = build_field_table(spec, assignment)
     bound = [bind_node(node, spec, assignment, fields) for node in spec.nodes]
     skipped = list(unread_prox(bound))

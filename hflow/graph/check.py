@@ -16,6 +16,7 @@ from hflow.graph.ir import EPISODE_FIELDS, EdgeKind, Graph, Level, Node, NodeSpe
 from hflow.graph.tensordicts import is_produced_for
 from hflow.types import Unit
 from hflow.types.engine import find_sampling_problem
+from hflow.types.kept_tokens import SAMPLING_REPLAY, truncates
 
 REDUCTIONS: Mapping[Unit, tuple[str, ...]] = {
     Unit.TOKEN: ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "token-sum/N"),
@@ -267,13 +268,16 @@ def check_sampling(node: Node) -> None:
     spec = node.spec
     if spec.verb != "generate":
         return
-    temperature, top_p, top_k = (
-        spec.option(name, default) for name, default in (("temperature", 1.0), ("top_p", 1.0), ("top_k", 0))
-    )
-    if (found := find_sampling_problem(temperature, top_p, top_k)) is not None:
+    neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    limits = {name: spec.option(name, value) for name, value in neutral.items()}
+    temperature = spec.option("temperature", 1.0)
+    if (found := find_sampling_problem(temperature, **limits)) is not None:
         raise _error(node, found[1])
-    if temperature == 0 and (top_p < 1 or top_k):
-        name = "top_p" if top_p < 1 else "top_k"
+    set_limits = [name for name, value in limits.items() if value != neutral[name]]
+    if spec.option(SAMPLING_REPLAY) and not set_limits:
+        raise _error(node, f"{SAMPLING_REPLAY} has no effect, as tokens are drawn from all. Remove it")
+    if temperature == 0 and set_limits:
+        name = set_limits[0]
         raise _error(
             node,
             f"{name} has no effect with temperature=0, which takes the most likely token. Remove {name}, or "
@@ -368,8 +372,9 @@ def _truncated(graph: Graph, node: Node) -> Iterator[str]:
     if not any(read.field == "behav_logprobs" for read in node.reads):
         return
     source = graph.node(graph.stream(node.stream).source).spec
-    if source.option("top_p", 1.0) < 1 or source.option("top_k", 0) > 0:
+    if truncates(dict(source.options)) and not source.option(SAMPLING_REPLAY):
         problem = (
-            f"{source.name} samples with top_p or top_k: behav_logprobs are not comparable with the model's"
+            f"{source.name} samples with top_p, top_k or min_p: behav_logprobs are not comparable with those "
+            "of the model"
         )
         yield format_problem(node.spec.where, node.name, problem, "behav_logprobs")

@@ -5,8 +5,8 @@ infer node (`actor_inf`) on the trained model computes them, with `loglinear` th
 `none` the train node reads `behav_logprobs` instead.
 
 **Replayed records**: an option of a generate node adds what its engine records beside tokens to its stream,
-as a field (`RecordedKind`). Where this is replayed, every train and infer node that runs the generating model
-on the stream reads it, without its body.
+as a field (`RecordedKind`). Train and infer nodes on the stream read what they replay, without their bodies:
+for the layers of the generating model, those that run it; for outputs, those that run a language model.
 
 **The cut of episodes**: where an episode returns a list of trajectories, its sample has their tokens one
 after the other. Every train and infer node of the stream reads the trajectory of each token, to compute each
@@ -30,6 +30,7 @@ from hflow.graph.field_table import sees
 from hflow.graph.ir import Graph, Node, NodeSpec, Parameter, RecipeSpec
 from hflow.graph.streams import StreamAssignment
 from hflow.types import Unit
+from hflow.types.kept_tokens import SAMPLING_REPLAY, truncates
 from hflow.types.recorded import requested_kinds
 from hflow.types.trajectory import PIXELS, TRAJECTORY
 
@@ -194,12 +195,35 @@ def replayed_parameters(
     """Return the parameters with which a train or infer node reads the records that it replays."""
     source = assignment.stream(assignment.stream_of[node.name]).source
     generates = next(other for other in spec.nodes if other.name == source)
-    if node.verb not in ("train", "infer") or not {*node.models} & {*generates.models}:
+    if node.verb not in ("train", "infer"):
         return ()
+    speaks = any(model.name in node.models and model.head == "lm" for model in spec.models)
+    replays = {"layers": bool({*node.models} & {*generates.models}), "outputs": speaks, "": False}
     kinds = requested_kinds(dict(generates.options))
     return tuple(
-        Parameter(f"@{kind.name}", kind.name, kind.unit, "tensor") for kind in kinds if kind.is_replayed
+        Parameter(f"@{kind.name}", kind.name, kind.unit, "tensor")
+        for kind in kinds
+        if replays[kind.replayed_in]
     )
+
+
+def resolve_sampling_replay(spec: RecipeSpec, assignment: StreamAssignment) -> RecipeSpec:
+    """Set `sampling_replay` of generate nodes that leave it open, where it is needed and possible."""
+    readers: dict[str, list[NodeSpec]] = {}
+    for node in spec.nodes:
+        if node.option("prox") in _INTERPOLATING or any(p.field == "behav_logprobs" for p in node.parameters):
+            readers.setdefault(assignment.stream_of[node.name], []).append(node)
+
+    def resolved(node: NodeSpec) -> NodeSpec:
+        options = dict(node.options)
+        is_open = node.verb == "generate" and options.get(SAMPLING_REPLAY) is None
+        if not is_open or len(node.models) != 1 or not truncates(options):
+            return node
+        if not any(readers.get(stream) for stream in node.streams):
+            return node
+        return replace(node, options=tuple({**options, SAMPLING_REPLAY: True}.items()))
+
+    return replace(spec, nodes=tuple(map(resolved, spec.nodes)))
 
 
 def cut_parameters(node: NodeSpec, spec: RecipeSpec, assignment: StreamAssignment) -> tuple[Parameter, ...]:
@@ -308,7 +332,7 @@ def check_recorded_kinds(graph: Graph) -> None:
                 )
             elif (node.name, kind.name) not in read:
                 replays = f"no node trains {first!r} or infers with it on its samples"
-                reason = replays if kind.is_replayed else f"no node reads {kind.name}"
+                reason = replays if kind.replayed_in else f"no node reads {kind.name}"
                 problem = f"{kind.option} has no effect, as {reason}"
             else:
                 continue

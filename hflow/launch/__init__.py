@@ -14,7 +14,14 @@ if TYPE_CHECKING:  # the names of `_NAMES`, for type checkers
     from hflow.launch.checkpoints.evaluate import EvaluationOptions, EvaluationReport, evaluate
     from hflow.launch.checkpoints.export import ExportedModel, export
     from hflow.launch.checkpoints.serve import ServedEndpoint, serve
-    from hflow.launch.node_catalog import CatalogNode, ready_node, ready_nodes, recipe_nodes
+    from hflow.launch.node_catalog import (
+        CatalogNode,
+        CatalogSetting,
+        ready_node,
+        ready_nodes,
+        ready_settings,
+        recipe_nodes,
+    )
     from hflow.launch.planning.compile import (
         Compiled,
         check,
@@ -56,7 +63,9 @@ _NAMES = {
     "hflow.launch.checkpoints.evaluate": "EvaluationOptions EvaluationReport evaluate",
     "hflow.launch.checkpoints.export": "ExportedModel export",
     "hflow.launch.checkpoints.serve": "ServedEndpoint serve",
-    "hflow.launch.node_catalog": "CatalogNode ready_node ready_nodes recipe_nodes",
+    "hflow.launch.node_catalog": (
+        "CatalogNode CatalogSetting ready_node ready_nodes ready_settings recipe_nodes"
+    ),
     "hflow.launch.planning.compile": (
         "Compiled check compare_plans compile_plan_file compile_recipe compose_recipe explain plan "
         "plan_file_text simulate"

@@ -1,20 +1,23 @@
-"""Ready nodes (`hflow.nodes`, `hflow.rewards`) and nodes of a recipe, from signatures and docstrings."""
+"""Ready nodes (`hflow.nodes`, `hflow.rewards`), optimizers, adapters, and nodes of a recipe."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from hflow import nodes, rewards
 from hflow.base.errors import RecipeError, nearest
+from hflow.config.field_meanings import field_meanings
+from hflow.config.schema import LoraConfig, OptimConfig
 from hflow.dsl.first_pass import first_pass_of
 from hflow.dsl.nodetype import Definition, definition_of
 from hflow.graph.errors import definition_location
 from hflow.graph.ir import NodeSpec
 from hflow.launch.planning.read_recipe import read_nodes
+from hflow.planner.plan.optimizers import OPTIMIZERS, optimizer_kind
 from hflow.types import Unit
 
 UNITS = {
@@ -84,6 +87,48 @@ class CatalogNode:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class CatalogSetting:
+    """What else a recipe's models can be trained with, by their configuration: an optimizer, or adapters."""
+
+    name: str
+    """The key, and its value if it chooses: `models.NAME.optim.name=muon`."""
+    kind: str
+    """`optimizer` or `adapter`."""
+    summary: str
+    options: tuple[NodeOption, ...]
+    """The keys beside it, or in it, that count."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the setting as plain values."""
+        return asdict(self)
+
+
+def ready_settings() -> list[CatalogSetting]:
+    """Return all optimizers, then adapters."""
+    of_optimizers = _key_options(OptimConfig)
+    found = [
+        CatalogSetting(
+            f"models.NAME.optim.name={name}",
+            "optimizer",
+            kind.summary,
+            tuple(option for option in of_optimizers if option.name in kind.traits.options),
+        )
+        for name, kind in ((name, optimizer_kind(name)) for name in OPTIMIZERS)
+    ]
+    summary = " ".join((inspect.getdoc(LoraConfig) or "").split())
+    return [*found, CatalogSetting("models.NAME.lora", "adapter", summary, _key_options(LoraConfig))]
+
+
+def _key_options(cls: type) -> tuple[NodeOption, ...]:
+    """Return the keys of a part of the configuration."""
+    meanings, default = field_meanings(cls), cls()
+    return tuple(
+        NodeOption(field.name, str(field.type), getattr(default, field.name), meanings[field.name])
+        for field in fields(cls)
+    )
+
+
 def ready_nodes() -> list[CatalogNode]:
     """Return all ready nodes: those of `hflow.nodes`, then those of `hflow.rewards`."""
     found = []
@@ -95,25 +140,33 @@ def ready_nodes() -> list[CatalogNode]:
     return found
 
 
-def ready_node(name: str) -> CatalogNode:
-    """Return a ready node.
+def ready_node(name: str) -> CatalogNode | CatalogSetting:
+    """Return a ready node, an optimizer, or adapters.
 
     Args:
-        name: with or without its module, such as `actor_train` or `nodes.actor_train`.
+        name: with or without its module, such as `actor_train` or `nodes.actor_train`; `muon`, `lora`.
 
     Raises:
-        RecipeError: if there is no such node.
+        RecipeError: if there is none.
     """
-    known = ready_nodes()
+    known, settings = ready_nodes(), ready_settings()
     for node in known:
         if name in (node.name, node.name.partition(".")[2]):
             return node
-    names = [node.name.partition(".")[2] for node in known]
+    for setting in settings:
+        if name in (setting.name, _last(setting.name)):
+            return setting
+    names = [*(node.name.partition(".")[2] for node in known), *(_last(one.name) for one in settings)]
     hint = nearest(name.rpartition(".")[2], names)
     raise RecipeError(
         f"there is no ready node {name!r}{hint or '; hflow nodes lists them'}. A recipe's own: hflow nodes "
         "RECIPE NAME"
     )
+
+
+def _last(name: str) -> str:
+    """Return the last part of a setting's name: `muon`, `lora`."""
+    return re.split(r"[.=]", name)[-1]
 
 
 def recipe_nodes(recipe: str | Path, name: str | None = None) -> list[CatalogNode]:

@@ -2,16 +2,21 @@
 
 A module with an adapter computes `W x + scale * B A x` with the frozen weights W. Adapter weights are called
 as the module, `model.layers.0.self_attn.q_proj.lora_A.weight`, without peft's own parts of the name.
+
+With DoRA (Liu et al. 2024) it computes `m / |V| * V x`, where `V = W + scale * B A` and |V| is the length of
+each row, a constant for gradients (section 4.3). The magnitude m is learned.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -20,37 +25,51 @@ from transformers import PreTrainedModel
 
 from hflow.base.errors import BackendError, nearest
 from hflow.config.schema import ALL_LINEAR
+from hflow.models.dtypes import DTYPES
 from hflow.models.heads import head_prefix, save_head
 from hflow.models.hf_config import family_of
 from hflow.models.hub import hub_model
+from hflow.models.nf4 import Nf4Linear, rounded
 from hflow.models.settings import ModelSettings
+from hflow.shapes.model_shape import EMBEDDING, MAGNITUDE, OUTPUT
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftConfig
 
 ADAPTER_FILE = "adapter_model.safetensors"
 """The weights of a saved adapter, as peft calls them."""
+ROUNDING_FILE = "base_rounding.json"
+"""How the weights beside a saved adapter were rounded."""
 _NAME = "default"
 """What peft calls the only adapter of a model."""
 
 
 def check_installed(settings: ModelSettings) -> None:
-    """Check that peft is installed if a model needs it.
+    """Check that peft and bitsandbytes are installed if a model needs them.
 
     Raises:
-        BackendError: if it is missing; says how to install it.
+        BackendError: if one is missing; says how to install it.
     """
-    if settings.lora is not None and find_spec("peft") is None:
+    lora, key = settings.lora, f"models.{settings.name}.lora"
+    if lora is not None and find_spec("peft") is None:
         raise BackendError(
-            f"models.{settings.name}.lora needs the package peft, which is not installed; install it with "
+            f"{key} needs the package peft, which is not installed; install it with "
             "pip install 'hflow-rl[lora]'"
+        )
+    if lora is not None and lora.base is not None and find_spec("bitsandbytes") is None:
+        raise BackendError(
+            f"{key}.base={lora.base} needs the package bitsandbytes, which is not installed; install it with "
+            "pip install 'hflow-rl[qlora]'"
         )
 
 
 def add_adapter(model: PreTrainedModel, settings: ModelSettings) -> None:
     """Add fp32 adapters to a model in place, with A drawn from its seed and B = 0, and freeze the rest.
 
-    The adapters have values on the CPU, also where the model's weights are on the meta device.
+    Matrices beside them are rounded to 4 bits if the settings say so.
+
+    The adapters have values on the CPU, also where the model's weights are on the meta device. There only
+    magnitudes have none, until `set_magnitudes`.
 
     Raises:
         BackendError: if peft is missing, or the model lacks a targeted module.
@@ -60,9 +79,74 @@ def add_adapter(model: PreTrainedModel, settings: ModelSettings) -> None:
 
     with torch.random.fork_rng(devices=[]), _without_meta(model):
         torch.manual_seed(settings.seed)
-        inject_adapter_in_model(_peft_config(model, settings), model, _NAME)
+        inject_adapter_in_model(replace(_peft_config(model, settings), use_dora=False), model, _NAME)
+    assert settings.lora is not None
+    if settings.lora.base == "nf4":
+        for parent, name, matrix in list(_matrices(model)):
+            setattr(parent, name, Nf4Linear(matrix))
+    if settings.lora.dora:
+        add_magnitudes(model)
     for weight in adapter_weights(model).values():
         weight.data = weight.data.float()
+
+
+def add_magnitudes(model: nn.Module) -> None:
+    """Let the adapters of a model compute as DoRA does."""
+    for layer in _adapted_layers(model):
+        layer.lora_magnitude_vector[_NAME] = _Magnitude(layer.out_features)
+        layer.lora_variant[_NAME] = _Dora
+    set_magnitudes(model)
+
+
+@torch.no_grad()
+def set_magnitudes(model: nn.Module) -> None:
+    """Set the magnitudes of a model with DoRA to the lengths of the rows of W, so that it computes W x.
+
+    A rank sets those of its rows. Rows on the meta device have none.
+    """
+    for layer in _adapted_layers(model):
+        weight = layer.get_base_layer().weight
+        if _NAME in layer.lora_magnitude_vector and not weight.is_meta:
+            layer.lora_magnitude_vector[_NAME].weight.copy_(torch.linalg.vector_norm(weight, dim=1))
+
+
+def _adapted_layers(model: nn.Module) -> list[Any]:
+    """Return peft's modules that have adapters."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+
+
+class _Magnitude(nn.Module):
+    """The learned lengths of the rows of a matrix."""
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_rows))
+
+
+class _Dora:
+    """DoRA as a variant of peft's layers. peft's own multiplies an identity matrix for each layer."""
+
+    @staticmethod
+    def forward(layer: Any, *, active_adapter: str, x: Tensor, result: Tensor, **_: Any) -> Tensor:
+        """Return a layer's output `[..., outputs]`.
+
+        Args:
+            layer: peft's module of a linear layer.
+            active_adapter: peft's name of the adapter.
+            x: the input `[..., inputs]`.
+            result: the output without the adapter.
+        """
+        a, b, scale = layer.lora_A[_NAME], layer.lora_B[_NAME], layer.scaling[_NAME]
+        base = layer.get_base_layer()
+        with torch.no_grad():
+            moved = torch.addmm(base.weight, b.weight, a.weight, alpha=scale)
+            lengths = torch.linalg.vector_norm(moved, dim=1)
+            del moved
+        factor = layer.lora_magnitude_vector[_NAME].weight / lengths
+        scaled: Tensor = factor * torch.add(result, b(a(x)), alpha=scale)
+        return scaled if base.bias is None else scaled + (1 - factor) * base.bias
 
 
 @contextmanager
@@ -87,13 +171,68 @@ def _without_meta(model: nn.Module) -> Iterator[None]:
 def adapter_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the adapter weights of a model by name; empty if it has no adapters."""
     named = model.named_parameters(remove_duplicate=False)
-    return {name.replace(f".{_NAME}.", "."): weight for name, weight in named if ".lora_" in name}
+    part = re.compile(rf"\.{_NAME}(?=\.|$)")  # of an embedding's adapter it is the last one
+    return {part.sub("", name): weight for name, weight in named if ".lora_" in name}
 
 
-def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of a model but adapters, by HF name."""
-    named = model.named_parameters()
-    return {name.replace(".base_layer.", "."): weight for name, weight in named if ".lora_" not in name}
+def base_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of a model but adapters, by HF name. Matrices in 4 bits are made whole one by one."""
+    for name, weight in base_parameters(model).items():
+        yield name, weight.detach()
+    for path, module in model.named_modules():
+        if isinstance(module, Nf4Linear):
+            yield f"{path.removesuffix('.base_layer')}.weight", module.weight
+
+
+def base_buffers(model: nn.Module) -> list[Tensor]:
+    """Return the memory of the matrices in 4 bits."""
+    return [x for module in model.modules() if isinstance(module, Nf4Linear) for x in module.buffers()]
+
+
+def base_parameters(model: nn.Module, *, with_tied: bool = False) -> dict[str, nn.Parameter]:
+    """Return the parameters of a model but adapters, by HF name: tied ones once, or under each name."""
+    named = model.named_parameters(remove_duplicate=not with_tied)
+    return {_hf_name(name): weight for name, weight in named if ".lora_" not in name}
+
+
+def _hf_name(name: str) -> str:
+    return name.replace(".base_layer.", ".")
+
+
+def share_parameters(model: nn.Module, owner: nn.Module) -> None:
+    """Let a model use the parameters of another one where its own are on the meta device.
+
+    Args:
+        model: a model whose adapters have values.
+        owner: a model of the same architecture, with other adapters.
+    """
+    held = base_parameters(owner, with_tied=True)
+    for path, weight in list(model.named_parameters(remove_duplicate=False)):
+        if weight.is_meta:
+            parent, _, name = path.rpartition(".")
+            model.get_submodule(parent)._parameters[name] = held[_hf_name(path)]
+
+
+class OutputAdapter(NamedTuple):
+    """The adapter of an output matrix."""
+
+    a: Tensor
+    """`[r, D]`."""
+    b: Tensor
+    """`[V, r]`."""
+    scale: float
+
+
+def output_adapter(head: nn.Module) -> tuple[nn.Linear, OutputAdapter | None]:
+    """Return a language model's output layer, and its adapter, if it has one that is on."""
+    if isinstance(head, nn.Linear):
+        return head, None
+    layer: Any = head
+    base: nn.Linear = layer.get_base_layer()
+    if layer.disable_adapters:
+        return base, None
+    a, b = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
+    return base, OutputAdapter(a, b, layer.scaling[_NAME])
 
 
 @contextmanager
@@ -102,9 +241,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
     peft's own method also turns gradients off, of parameters that FSDP has replaced meanwhile.
     """
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers: list[Any] = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    layers = _adapted_layers(model)
     for layer in layers:
         layer._disable_adapters = True
     try:
@@ -125,17 +262,23 @@ def saved_peft_config(model: PreTrainedModel, settings: ModelSettings) -> PeftCo
 
 
 def write_adapter(
-    directory: Path, config: PeftConfig, head: str, weights: Mapping[str, Tensor]
+    directory: Path,
+    config: PeftConfig,
+    head: str,
+    weights: Mapping[str, Tensor],
+    rounding: Mapping[str, str] | None = None,
 ) -> list[Path]:
     """Write trained weights in peft's layout, so that `PeftModel.from_pretrained` and vLLM load them.
 
-    A value head has a file of its own. Returns the paths.
+    A value head has a file of its own, and so has the rounding of the weights beside adapters. Returns the
+    paths.
 
     Args:
         directory: made if necessary.
         config: what `saved_peft_config` returned.
         head: the kind of the model's head.
         weights: adapters and a scalar head's weights by name, whole.
+        rounding: what `rounding_of` returned.
     """
     directory.mkdir(parents=True, exist_ok=True)
     weights = dict(weights)
@@ -144,9 +287,32 @@ def write_adapter(
         names = [name for name in weights if name.startswith(prefix)]
         save_head(directory, {name.removeprefix(prefix): weights.pop(name) for name in names})
     config.save_pretrained(str(directory))
-    named = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in weights.items()}
+    if rounding is not None:
+        (directory / ROUNDING_FILE).write_text(json.dumps(rounding) + "\n", encoding="utf-8")
+    named = {f"base_model.model.{_file_name(name)}": x.contiguous() for name, x in weights.items()}
     save_file(named, directory / ADAPTER_FILE, metadata={"format": "pt"})
     return [path for path in directory.iterdir() if path.is_file()]
+
+
+def rounding_of(settings: ModelSettings) -> dict[str, str] | None:
+    """Return the format and the dtype of the rounded weights that a model's adapters are trained beside."""
+    lora = settings.lora
+    return None if lora is None or lora.base is None else {"base": lora.base, "dtype": settings.dtype}
+
+
+def round_base(model: PreTrainedModel, directory: Path) -> None:
+    """Round the weights of a model as those that a saved adapter was trained beside, if they were."""
+    file = directory / ROUNDING_FILE
+    if file.is_file():
+        dtype = DTYPES[json.loads(file.read_text(encoding="utf-8"))["dtype"]]
+        for _, _, matrix in _matrices(model):
+            weight = matrix.weight.data
+            matrix.weight.data = rounded(weight.to(dtype)).to(weight.dtype)
+
+
+def _file_name(name: str) -> str:
+    """Return the name of a weight in peft's files."""
+    return name.removesuffix(".weight") if name.endswith(MAGNITUDE) else name
 
 
 def _peft_config(model: PreTrainedModel, settings: ModelSettings) -> PeftConfig:
@@ -155,7 +321,8 @@ def _peft_config(model: PreTrainedModel, settings: ModelSettings) -> PeftConfig:
     lora = settings.lora
     assert lora is not None, "the model has no adapters"
     targets = _targets(model)
-    wanted = sorted(targets) if lora.chosen is None else list(lora.chosen)
+    wanted = list(lora.chosen(sorted(targets)))
+    targets |= _outer_targets(model, settings.head)
     for name in wanted:
         if name not in targets:
             raise BackendError(
@@ -167,6 +334,7 @@ def _peft_config(model: PreTrainedModel, settings: ModelSettings) -> PeftConfig:
         r=lora.r,
         lora_alpha=lora.alpha,
         use_rslora=lora.rslora,
+        use_dora=lora.dora,
         target_modules=wanted,
         exclude_modules=_outside_language_model(model),
         task_type="CAUSAL_LM",
@@ -190,15 +358,27 @@ def _outside_language_model(model: PreTrainedModel) -> str | None:
     return rf"(?!{re.escape(name)}\.).*"
 
 
+def _outer_targets(model: PreTrainedModel, head: str) -> set[str]:
+    """Return the names of embedding and output matrix where these can have adapters."""
+    is_tied: bool = model.config.get_text_config().tie_word_embeddings
+    if is_tied or family_of(model.config) is not None:
+        return set()
+    return {EMBEDDING, OUTPUT} if head == "lm" else {EMBEDDING}
+
+
 def _targets(model: PreTrainedModel) -> set[str]:
     """Return the names of the matrices of the decoder layers."""
+    paths = {module: path for path, module in model.named_modules()}
+    parents = ((paths[parent].rpartition(".")[2], name) for parent, name, _ in _matrices(model))
+    return {module if name == "base_layer" else name for module, name in parents}
+
+
+def _matrices(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
+    """Yield each matrix of the decoder layers but adapters, after the module that has it and its name."""
     layers = set(model._no_split_modules or ())
-    names = set()
     for module in _language_model(model).modules():
         if type(module).__name__ in layers:
-            names |= {
-                path.removesuffix(".base_layer").rpartition(".")[2]
-                for path, inner in module.named_modules()
-                if isinstance(inner, nn.Linear) and ".lora_" not in path
-            }
-    return names
+            for path, parent in module.named_modules():
+                for name, inner in parent.named_children():
+                    if isinstance(inner, nn.Linear) and ".lora_" not in f"{path}.":
+                        yield parent, name, inner

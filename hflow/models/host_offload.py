@@ -177,6 +177,7 @@ class HostOffload:
         weights: the model's weights.
         optimizer: what only training and saving use, such as moments and master weights.
         gradients: buffers of gradients that exist between steps. Their values are not kept.
+        base: another model's, whose weights this one uses as well.
     """
 
     def __init__(
@@ -185,8 +186,9 @@ class HostOffload:
         weights: Tensors,
         optimizer: Tensors = tuple,
         gradients: Tensors = tuple,
+        base: HostOffload | None = None,
     ) -> None:
-        nothing = _Part(tuple)
+        self._base, nothing = base, _Part(tuple)
         self._weights = _Part(weights) if offload == "all" else nothing
         is_training_offloaded = offload in ("optimizer", "all")
         self._optimizer = _Part(optimizer) if is_training_offloaded else nothing
@@ -203,6 +205,8 @@ class HostOffload:
             changes: whether values may change. Those that do not change are not copied back.
         """
         with ExitStack() as parts:
+            if self._base is not None:
+                parts.enter_context(self._base.on_device())
             if training:
                 parts.enter_context(self._gradients.on_device(changes))
                 parts.enter_context(self._optimizer.on_device(changes))

@@ -15,12 +15,14 @@ from hflow.shapes.vision_shape import num_tower_parameters
 
 def format_replica_size(replica: Replica, shape: ModelShape | None) -> str:
     """Return the family of a replica, its parameters and their precision; or whose they are."""
+    adapters = replica.adapter_parameters
     if replica.base_of:
-        return f"those of {replica.base_of}"
+        size = f"those of {replica.base_of}"
+        return f"{size} + {format_parameters(adapters)} in fp32" if adapters else size
     if shape is None:
         return "unknown"
     family = shape.family if shape.vision is None else shape.vision.family
-    size, adapters = format_parameters(num_parameters(shape)), replica.adapter_parameters
+    size = format_parameters(num_parameters(shape))
     if shape.vision is not None:
         size += f", {format_parameters(num_tower_parameters(shape.vision))} of them the tower,"
     size = f"{family}, {size} in {replica.dtype}"

@@ -81,6 +81,8 @@ class AdapterShape:
     r: int
     targets: tuple[str, ...]
     """Names of modules, such as `q_proj`."""
+    has_magnitudes: bool = field(default=False, metadata=LEFT_OUT_BY_DEFAULT)
+    """Whether there is also a vector `[outputs]` of the lengths of rows (DoRA)."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,18 @@ class TensorSpec:
         return count
 
 
+EMBEDDING, OUTPUT = "embed_tokens", "lm_head"
+"""The modules of the embedding and of the output matrix."""
+A, B = "lora_A.weight", "lora_B.weight"
+"""Ends of the names of an adapter's two matrices, `[r, inputs]` and `[outputs, r]`."""
+MAGNITUDE = "lora_magnitude_vector.weight"
+"""End of the name of the lengths of a matrix's rows, `[outputs]`, which DoRA learns."""
+EMBEDDING_A, EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"
+"""Ends of the names of an embedding's two matrices, `[r, V]` and `[D, r]`: their product is its transpose."""
+NF4_BLOCK, NF4_NESTED_BLOCK = 64, 256
+"""Numbers in 4 bits with one factor, and factors in 8 bits with one of their own."""
+ADAPTER_ENDS = (A, B, MAGNITUDE, EMBEDDING_A, EMBEDDING_B)
+
 DTYPE_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2}
 """Bytes of one entry by dtype."""
 
@@ -183,7 +197,7 @@ def tensors(shape: ModelShape) -> tuple[TensorSpec, ...]:
     """Return every tensor of the model's checkpoint, in the order in which transformers lists them."""
     layers = (spec for layer in range(shape.num_layers) for spec in layer_tensors(shape, layer))
     if shape.adapter is not None:
-        return (*layers, *(() if shape.head == "lm" else _head(shape)))
+        return (*_embedding_adapter(shape), *layers, *_output_adapter(shape))
     return (
         *_tower(shape),
         TensorSpec(
@@ -279,16 +293,55 @@ def adapter_targets(shape: ModelShape) -> tuple[str, ...]:
     return tuple(dict.fromkeys(_module(spec) for spec in specs if _is_linear(spec)))
 
 
-def adapted_shape(shape: ModelShape, r: int, targets: Sequence[str] | None) -> ModelShape:
+@lru_cache
+def nf4_bytes(shape: ModelShape) -> int:
+    """Return the bytes of the matrices of all layers in 4 bits.
+
+    Half a byte for each number, a byte for each of their blocks, 4 for each block of these, 4 of an offset,
+    and the tables of values, 16 and 256 numbers.
+    """
+    num_bytes = 0
+    for first, last in equal_layers(shape, 0, shape.num_layers):
+        for spec in layer_template(shape, first):
+            if spec.is_quantizable:
+                blocks = -(-spec.numel // NF4_BLOCK)
+                nested = -(-blocks // NF4_NESTED_BLOCK)
+                num_bytes += (last - first) * (-(-spec.numel // 2) + blocks + 4 * nested + 4 + 4 * (16 + 256))
+    return num_bytes
+
+
+@lru_cache
+def measured_matrices(shape: ModelShape) -> tuple[int, ...]:
+    """Return the elements of each matrix of a layer whose rows have magnitudes, given adapters' shape."""
+    specs = layer_template(shape)
+    columns = {spec.name.removesuffix(A): spec.shape[1] for spec in specs if spec.name.endswith(A)}
+    return tuple(
+        x.numel * columns[x.name.removesuffix(MAGNITUDE)] for x in specs if x.name.endswith(MAGNITUDE)
+    )
+
+
+def outer_targets(shape: ModelShape) -> tuple[str, ...]:
+    """Return the modules outside the layers that adapters can be added to.
+
+    A tied matrix cannot have two, one for each use. A model that sees puts other embeddings between.
+    """
+    if shape.is_tied or shape.vision is not None:
+        return ()
+    return (EMBEDDING, OUTPUT) if shape.head == "lm" else (EMBEDDING,)
+
+
+def adapted_shape(
+    shape: ModelShape, r: int, targets: Sequence[str], *, has_magnitudes: bool = False
+) -> ModelShape:
     """Return the shape whose tensors are a model's adapters.
 
     Args:
         shape: the model.
         r: rank of the adapters.
-        targets: the modules that have adapters, some of `adapter_targets`; None: all of these.
+        targets: the modules that have adapters, some of `adapter_targets` and `outer_targets`.
+        has_magnitudes: whether the lengths of rows are learned, too.
     """
-    names = adapter_targets(shape) if targets is None else tuple(dict.fromkeys(targets))
-    return replace(shape, adapter=AdapterShape(r, names))
+    return replace(shape, adapter=AdapterShape(r, tuple(targets), has_magnitudes))
 
 
 def _is_linear(spec: TensorSpec) -> bool:
@@ -352,16 +405,37 @@ def _layer(shape: ModelShape, index: str, layer: int) -> Iterator[TensorSpec]:
         return
     for spec in _weights_of_layer(shape, index, layer):
         if _is_linear(spec) and _module(spec) in shape.adapter.targets:
-            yield from _adapter(spec, shape.adapter.r)
+            yield from _adapter(spec, shape.adapter)
 
 
-def _adapter(spec: TensorSpec, r: int) -> Iterator[TensorSpec]:
-    """Yield the two matrices of a matrix's adapter. Tensor ranks divide its inputs or outputs likewise."""
+def _adapter(spec: TensorSpec, adapter: AdapterShape) -> Iterator[TensorSpec]:
+    """Yield the tensors of a matrix's adapter. Tensor ranks divide its inputs or outputs likewise."""
+    r = adapter.r
     path, (rows, columns) = spec.name.removesuffix(".weight"), spec.shape
     whole = replace(spec, split_axis=None, split_units=1, may_repeat=False)
     a, b = (spec if spec.split_axis == axis else whole for axis in (1, 0))
-    yield replace(a, name=f"{path}.lora_A.weight", shape=(r, columns))
-    yield replace(b, name=f"{path}.lora_B.weight", shape=(rows, r))
+    yield replace(a, name=f"{path}.{A}", shape=(r, columns))
+    yield replace(b, name=f"{path}.{B}", shape=(rows, r))
+    if adapter.has_magnitudes:
+        yield replace(b, name=f"{path}.{MAGNITUDE}", shape=(rows,))
+
+
+def _embedding_adapter(shape: ModelShape) -> Iterator[TensorSpec]:
+    assert shape.adapter is not None
+    if EMBEDDING in shape.adapter.targets:
+        path, r = f"{shape.prefix}{EMBEDDING}", shape.adapter.r
+        yield TensorSpec(f"{path}.{EMBEDDING_A}", (r, shape.vocab), None, "embedding")
+        yield TensorSpec(f"{path}.{EMBEDDING_B}", (shape.hidden, r), None, "embedding")
+
+
+def _output_adapter(shape: ModelShape) -> Iterator[TensorSpec]:
+    """Yield the adapter of the output matrix, or a scalar head, which is trained itself."""
+    assert shape.adapter is not None
+    if shape.head != "lm":
+        yield from _head(shape)
+    elif OUTPUT in shape.adapter.targets:
+        whole = TensorSpec(f"{OUTPUT}.weight", (shape.vocab, shape.hidden), None, "head")
+        yield from _adapter(whole, shape.adapter)
 
 
 def _weights_of_layer(shape: ModelShape, index: str, layer: int) -> Iterator[TensorSpec]:

@@ -268,13 +268,15 @@ class ModelBackend(abc.ABC):
         """
         return None
 
-    def without_adapters(self, settings: ModelSettings) -> ModelBackend:
-        """Return a backend of the frozen model without adapters, which uses this one's weights.
+    def share_weights(self, settings: ModelSettings) -> ModelBackend:
+        """Return a backend of another model on this one's frozen weights, with the adapters of its settings.
 
-        Called when models are built, if the plan says that a frozen model has no weights of its own.
+        Called when models are built, if the plan says that a model has no weights of its own. Without `lora`
+        it is the frozen model without adapters. With `lora`, which only backends with the trait
+        `shares_base` get, it trains its own, which no other model reads.
 
         Args:
-            settings: settings of the frozen model.
+            settings: settings of the other model.
         """
         raise BackendError(f"{type(self).__name__} has no adapters that could be turned off")
 

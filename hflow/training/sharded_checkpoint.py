@@ -135,8 +135,8 @@ def copy_shards(
             "state; set out to a directory that all machines share, or save_optimizer=false for the model"
         )
     files = {
-        f"rank-{rank:05d}-{number:03d}.safetensors": [_copy(state, info, host) for state in file_states]
-        for number, file_states in enumerate(_split_into_files(states, info))
+        f"rank-{rank:05d}-{number:03d}.safetensors": file_states
+        for number, file_states in enumerate(_split_into_files(_copy(state, info, host) for state in states))
     }
     boxes = _gather({name: [state.place for state in held] for name, held in files.items()}, group)
 
@@ -291,13 +291,13 @@ def _gather(boxes: BoxesOfFiles, group: ProcessGroup | None) -> BoxesOfFiles | N
     return {name: rows for files in by_rank for name, rows in files.items()}
 
 
-def _split_into_files(states: Iterable[BlockState], info: CheckpointInfo) -> Iterator[list[BlockState]]:
+def _split_into_files(states: Iterable[BlockState]) -> Iterator[list[BlockState]]:
     """Yield the states of each file."""
     file_states: list[BlockState] = []
     num_bytes = 0
     for state in states:
         file_states.append(state)
-        num_bytes += sum(state.values[kind].nbytes for kind in info.kinds_of(state.tensor, len(state.shape)))
+        num_bytes += sum(values.nbytes for values in state.values.values())
         if num_bytes >= FILE_BYTES:
             yield file_states
             file_states, num_bytes = [], 0

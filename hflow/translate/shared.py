@@ -10,6 +10,9 @@ from hflow.translate.recipe import RecipeDraft
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 """A model of the Hugging Face Hub: `OWNER/NAME`."""
 
+REPLAYED = "the loss takes log-probs over the tokens that are left (`sampling_replay`)"
+"""What hflow does with tokens that sampling leaves out."""
+
 
 def num_devices(cluster: str) -> int:
     """Return the number of devices of a cluster such as `h100-2x8`; 1 if its name does not say it."""
@@ -47,3 +50,25 @@ def set_model(given: Given, draft: RecipeDraft, key: str, ours: str, revision: s
         set_paths(given, draft, key, ours)
     else:
         draft.set(ours, path if revision is None else f"{path}@{revision}")
+
+
+def set_sampling_limits(
+    given: Given, draft: RecipeDraft, top_p: str, top_k: str, min_p: str | None = None
+) -> None:
+    """Set which tokens samples of the actor are drawn from, where it is not all of them.
+
+    Args:
+        given: the values of the file.
+        draft: the recipe.
+        top_p: the key of `top_p` in the other library.
+        top_k: the key of `top_k`, where 0 or -1 means all tokens.
+        min_p: the key of `min_p`; None: the other library has no such key.
+    """
+    limits = [(top_p, "top_p", given.number(top_p) or 1.0, 1.0)]
+    limits.append((top_k, "top_k", max(0, given.whole(top_k) or 0), 0))
+    if min_p is not None:
+        limits.append((min_p, "min_p", given.number(min_p) or 0.0, 0.0))
+    for key, name, value, of_all in limits:
+        if value != of_all:
+            draft.set(f"nodes.actor_gen.{name}", value)
+            given.differs(key, REPLAYED)

@@ -7,7 +7,7 @@ from typing import Any
 
 from hflow.translate.given import Given
 from hflow.translate.recipe import RecipeDraft
-from hflow.translate.shared import num_devices, set_model, set_paths
+from hflow.translate.shared import REPLAYED, num_devices, set_model, set_paths, set_sampling_limits
 from hflow.translate.table import Row, automatic, manual, missing, same
 
 LOSSES = {
@@ -25,7 +25,14 @@ LOSSES = {
 """Value of `loss_type` -> hflow's node, in words."""
 _PPO_LOSSES = ("grpo", "dapo", "bnpo", "dr_grpo")
 """Values of `loss_type` that differ in the reduction only."""
-_OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd"}
+_OPTIMIZERS = {
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    "adamw_torch_8bit": "adamw_8bit",
+    "adamw_8bit": "adamw_8bit",
+    "adamw_bnb_8bit": "adamw_8bit",
+    "sgd": "sgd",
+}
 _SCHEDULES = {
     "linear": "linear",
     "cosine": "cosine",
@@ -171,8 +178,9 @@ TABLES: dict[str, Sequence[Row]] = {
     "Generation": [
         same("max_completion_length", "nodes.actor_gen.max_tokens"),
         same("temperature", "nodes.actor_gen.temperature"),
-        same("top_p", "nodes.actor_gen.top_p", "1 only: the loss needs the log-probs of all tokens"),
-        same("top_k", "nodes.actor_gen.top_k", "0 only"),
+        same("top_p", "nodes.actor_gen.top_p", REPLAYED),
+        same("top_k", "nodes.actor_gen.top_k", REPLAYED),
+        same("min_p", "nodes.actor_gen.min_p", REPLAYED),
         same("chat_template_kwargs", "models.actor.template_kwargs"),
         same("use_vllm", "models.actor.gen.engine", "true: `vllm`; false: the plan decides"),
         same("vllm_mode", "placement", "`server`: the plan places the engines among the devices"),
@@ -188,7 +196,6 @@ TABLES: dict[str, Sequence[Row]] = {
         automatic("use_transformers_continuous_batching", "engines always batch continuously"),
         automatic("use_transformers_paged", "engines always batch continuously"),
         missing("transformers_continuous_batching_config"),
-        missing("min_p"),
         missing("repetition_penalty"),
         missing("generation_kwargs"),
         missing("cache_implementation"),
@@ -211,7 +218,10 @@ TABLES: dict[str, Sequence[Row]] = {
         same("lora_dropout", "", "0 only: adapters have no dropout"),
         manual("lora_*", note="[LoRA](../lora.md)"),
         same("use_rslora", "models.actor.lora.rslora"),
-        missing("use_dora"),
+        same("use_dora", "models.actor.lora.dora"),
+        same("load_in_4bit", "models.actor.lora.base", "`nf4`"),
+        same("bnb_4bit_quant_type", "", "`nf4` only"),
+        automatic("use_bnb_nested_quant", "factors of blocks have 8 bits"),
         automatic("disable_dropout", "models compute without dropout"),
         automatic("attn_implementation", "`hflow plan`, section attention"),
         automatic("pad_to_multiple_of", _PACKED),
@@ -223,9 +233,8 @@ TABLES: dict[str, Sequence[Row]] = {
         missing("cast_lm_head_to_fp32"),
         missing("use_liger_kernel"),
         missing("liger_kernel_config"),
-        missing("load_in_*", note="no quantized training"),
-        missing("bnb_*", note="no quantized training"),
-        missing("use_bnb_nested_quant", "no quantized training"),
+        missing("load_in_*", note="weights in 4 bits"),
+        missing("bnb_*", note="packed in bytes"),
         manual("torch_compile_*", note="`models.actor.compile`"),
         missing("tf32"),
         missing("use_cache"),
@@ -237,7 +246,7 @@ TABLES: dict[str, Sequence[Row]] = {
         same("adam_beta2", "models.actor.optim.betas"),
         same("adam_epsilon", "models.actor.optim.eps"),
         same("max_grad_norm", "models.actor.optim.clip_grad"),
-        same("optim", "models.actor.optim.name", "AdamW and `sgd`"),
+        same("optim", "models.actor.optim.name", "AdamW, also in 8 bits, and `sgd`"),
         same("lr_scheduler_type", "models.actor.optim.schedule", "`constant` is the default here"),
         same(
             "warmup_steps", "models.actor.optim.warmup_steps", "TRL begins at 0, hflow at `lr / warmup_steps`"
@@ -571,10 +580,7 @@ def _generation(given: Given, draft: RecipeDraft, devices: int) -> None:
     length = given.whole("max_completion_length") or 512
     draft.set("nodes.actor_gen.max_tokens", length)
     draft.set("nodes.actor_gen.temperature", given.number("temperature"))
-    for key, off in (("top_p", 1.0), ("top_k", 0)):
-        if given.value(key) != off:
-            note = "the loss needs log-probs of the whole distribution, so samples are drawn from all tokens"
-            given.leave(key, note)
+    set_sampling_limits(given, draft, "top_p", "top_k", "min_p")
     longest = given.whole("vllm_max_model_length")
     if longest is None:
         longest = length + 1024
@@ -692,6 +698,12 @@ def _model_settings(given: Given, draft: RecipeDraft) -> None:
     draft.set("models.actor.lora.alpha", given.number("lora_alpha"))
     if given.flag("use_rslora"):
         draft.set("models.actor.lora.rslora", True)
+    if given.flag("use_dora"):
+        draft.set("models.actor.lora.dora", True)
+    if given.flag("load_in_4bit"):
+        draft.set("models.actor.lora.base", "nf4")
+        if given.value("bnb_4bit_quant_type") != "nf4":
+            given.leave("bnb_4bit_quant_type", "weights in 4 bits are nf4")
     targets = given.value("lora_target_modules")
     if targets is None:
         given.differs(
@@ -722,10 +734,10 @@ def _optimizer_settings(given: Given, draft: RecipeDraft, total: int | None) -> 
     optimizer = _OPTIMIZERS[
         given.choice("optim", _OPTIMIZERS, "AdamW is written; see models.NAME.optim.name")
     ]
-    if optimizer == "adamw":
+    if optimizer != "sgd":
         draft.set(f"{ours}.eps", given.number("adam_epsilon"))
         draft.set(f"{ours}.betas", [given.number("adam_beta1"), given.number("adam_beta2")])
-    else:
+    if optimizer != "adamw":
         draft.set(f"{ours}.name", optimizer)
     note = "linear is written; see models.NAME.optim.schedule"
     kind = given.choice("lr_scheduler_type", _SCHEDULES, note)

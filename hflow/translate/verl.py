@@ -8,7 +8,7 @@ from typing import Any
 
 from hflow.translate.given import Given
 from hflow.translate.recipe import RecipeDraft
-from hflow.translate.shared import num_devices, set_model, set_paths
+from hflow.translate.shared import REPLAYED, num_devices, set_model, set_paths, set_sampling_limits
 from hflow.translate.table import Row, automatic, manual, missing, same
 
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
@@ -103,7 +103,11 @@ def _optimizer(part: str, model: str) -> list[Row]:
     """Return the rows of the optimizer of `actor_rollout_ref.actor` or `critic`."""
     ours, key = f"models.{model}.optim", f"{part}.optim"
     return [
-        same(f"{key}.optimizer", f"{ours}.name", "AdamW and SGD; see [optimizers](../optimizers.md)"),
+        same(
+            f"{key}.optimizer",
+            f"{ours}.name",
+            "AdamW, also in 8 bits, and SGD; see [optimizers](../optimizers.md)",
+        ),
         same(f"{key}.lr", f"{ours}.lr"),
         same(f"{key}.weight_decay", f"{ours}.weight_decay", "vectors have none here"),
         same(f"{key}.betas", f"{ours}.betas"),
@@ -368,10 +372,8 @@ TABLES: dict[str, Sequence[Row]] = {
         same(f"{ROLLOUT}.name", "models.actor.gen.engine", values=ENGINES),
         same(f"{ROLLOUT}.n", "nodes.actor_gen.group"),
         same(f"{ROLLOUT}.temperature", "nodes.actor_gen.temperature"),
-        same(
-            f"{ROLLOUT}.top_p", "nodes.actor_gen.top_p", "1 only: the loss needs the log-probs of all tokens"
-        ),
-        same(f"{ROLLOUT}.top_k", "nodes.actor_gen.top_k", "-1 only, which is 0 here"),
+        same(f"{ROLLOUT}.top_p", "nodes.actor_gen.top_p", REPLAYED),
+        same(f"{ROLLOUT}.top_k", "nodes.actor_gen.top_k", f"-1 is 0 here; {REPLAYED}"),
         same(f"{ROLLOUT}.do_sample", "nodes.actor_gen.temperature", "true only"),
         same(
             f"{ROLLOUT}.tensor_model_parallel_size",
@@ -929,10 +931,9 @@ def _generation(given: Given, draft: RecipeDraft, devices: int) -> None:
             f"{ROLLOUT}.n", f"nodes.{draft.advantage} compares the answers of a prompt; set 2 or more"
         )
     draft.set("nodes.actor_gen.temperature", given.number(f"{ROLLOUT}.temperature"))
-    for key, off in (("top_p", 1.0), ("top_k", -1), ("do_sample", True)):
-        if given.value(f"{ROLLOUT}.{key}") != off:
-            note = "the loss needs log-probs of the whole distribution, so samples are drawn from all tokens"
-            given.leave(f"{ROLLOUT}.{key}", note)
+    set_sampling_limits(given, draft, f"{ROLLOUT}.top_p", f"{ROLLOUT}.top_k")
+    if given.value(f"{ROLLOUT}.do_sample") is not True:
+        given.leave(f"{ROLLOUT}.do_sample", "a group of equal answers has no advantage, so samples are drawn")
     length = given.whole(f"{ROLLOUT}.max_model_len")
     if length is None:
         length = (given.whole("data.max_prompt_length") or 512) + response
@@ -1114,14 +1115,17 @@ def _actor_settings(given: Given, draft: RecipeDraft) -> None:
         given.leave(f"{ACTOR}.ulysses_sequence_parallel_size", note)
 
 
+_OPTIMIZERS = {"AdamW": "adamw", "AdamW8bit": "adamw_8bit", "SGD": "sgd"}
+
+
 def _optimizer_settings(given: Given, draft: RecipeDraft, key: str, ours: str, updates: int) -> None:
     note = "AdamW is written; see models.NAME.optim.name"
-    is_sgd = given.choice(f"{key}.optimizer", ("AdamW", "SGD"), note) == "SGD"
-    for name in ("lr", "weight_decay", "clip_grad"):
-        draft.set(f"{ours}.{name}", given.number(f"{key}.{name}"))
-    if is_sgd:
-        draft.set(f"{ours}.name", "sgd")
-    else:
+    name = _OPTIMIZERS[given.choice(f"{key}.optimizer", _OPTIMIZERS, note)]
+    for setting in ("lr", "weight_decay", "clip_grad"):
+        draft.set(f"{ours}.{setting}", given.number(f"{key}.{setting}"))
+    if name != "adamw":
+        draft.set(f"{ours}.name", name)
+    if name != "sgd":
         draft.set(f"{ours}.betas", list(given.value(f"{key}.betas")))
     note = "constant is written; see models.NAME.optim.schedule"
     schedule = given.choice(f"{key}.lr_scheduler_type", ("constant", "cosine"), note)

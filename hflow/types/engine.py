@@ -27,7 +27,7 @@ MAX_TOP_K = 1_000_000_000
 
 
 def find_sampling_problem(
-    temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0
+    temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0
 ) -> tuple[str, str] | None:
     """Return the option that no token can be drawn with, and what is wrong with it; None if there is none."""
     if temperature != 0 and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
@@ -37,6 +37,8 @@ def find_sampling_problem(
         return "top_p", f"top_p is {top_p:g}; it must be more than 0 and at most 1"
     if not 0 <= top_k <= MAX_TOP_K:
         return "top_k", f"top_k is {top_k}; it must be from 0, which means all tokens, to {MAX_TOP_K:,}"
+    if not 0 <= min_p <= 1:
+        return "min_p", f"min_p is {min_p:g}; it must be from 0, which means all tokens, to 1"
     return None
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,12 @@ from hflow.base.registry import Registry
 from hflow.types.units import Unit
 
 RECORDED_KINDS = Registry(
-    "recorded kind", "hflow.recorded", {"routed_experts": "hflow.types.routed_experts:RECORDED"}
+    "recorded kind",
+    "hflow.recorded",
+    {
+        "routed_experts": "hflow.types.routed_experts:RECORDED",
+        "kept_tokens": "hflow.types.kept_tokens:RECORDED",
+    },
 )
 """The kinds, each with its descriptor."""
 
@@ -31,16 +36,28 @@ Recorded = Mapping[str, Rows]
 
 @dataclass(frozen=True)
 class RowFormat:
-    """The numbers of one entry of a record."""
+    """The numbers of one entry of a record, or how many bytes it is expected to have."""
 
     dtype: str
-    """Name of the numpy dtype of a number."""
+    """Name of the numpy dtype of a number; `object` for entries that are bytes of any number."""
     shape: tuple[int, ...] = ()
+    expected_bytes: int = 0
+    """What a plan counts for an entry of any number of bytes."""
+
+    @classmethod
+    def varying(cls, expected_bytes: int) -> RowFormat:
+        """Return the format of entries that differ in their number of bytes."""
+        return cls("object", (), expected_bytes)
+
+    @property
+    def is_varying(self) -> bool:
+        """Whether entries differ in their number of bytes."""
+        return self.dtype == "object"
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of an entry."""
-        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+        """Bytes of an entry, as far as they are known before it is recorded."""
+        return self.expected_bytes or math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True)
@@ -51,16 +68,17 @@ class RecordedKind:
     """
 
     name: str
-    row_format: Callable[[Any], RowFormat | None]
-    """`ModelShape` (`planner/plan/model_shape.py`) -> the format of an entry; None: the model has nothing to
-    record."""
+    row_format: Callable[[Any, Mapping[str, Any]], RowFormat | None]
+    """`ModelShape` (`shapes/model_shape.py`) and the generate node's options -> the format of an entry; None:
+    the model has nothing to record."""
     option: str = ""
     """The option of a generate node that requests it. Empty: an engine records it without a request, and only
     the trajectory has it."""
     unit: Unit = Unit.TOKEN
     """What has an entry: each of the first tokens of a sequence (`TOKEN`), or the sequence (`SEQUENCE`)."""
-    is_replayed: bool = False
-    """Whether each node that trains or infers with the generating model reads it, without its body."""
+    replayed_in: Literal["", "layers", "outputs"] = ""
+    """Which train and infer nodes read it, without their bodies: those of the generating model, for its
+    layers; or those of any model with the head `lm`, for its log-probs."""
 
     def num_rows(self, num_tokens: int) -> int:
         """Return the number of entries of a sequence that is recorded as a whole."""
@@ -83,12 +101,18 @@ class RecordedKind:
     def pack(self, rows: Rows, num_tokens: int, form: RowFormat) -> npt.NDArray[Any]:
         """Return the record of a sample as the values of its field: `[T, *shape]`, or `[1, *shape]`.
 
-        All bits of an entry that is not recorded are set: it is the largest unsigned number, -1 or NaN.
+        All bits of an entry that is not recorded are set: it is the largest unsigned number, -1 or NaN. One
+        that may have any number of bytes has none.
 
         Raises:
             ReturnError: if an entry has another size.
         """
-        packed, num_rows = b"".join(rows), self.num_rows(num_tokens)
+        num_rows = self.num_rows(num_tokens)
+        if form.is_varying:
+            values = np.full(num_rows, b"", dtype=object)
+            values[: len(rows)] = rows
+            return values
+        packed = b"".join(rows)
         if len(packed) != len(rows) * form.num_bytes:
             raise ReturnError(
                 f"{self.name} of a trajectory has {len(packed)} bytes for {len(rows)} {self.unit}s, not "

@@ -8,6 +8,7 @@ Axes: T tokens, L layers with experts, K experts of a token in a layer.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ def is_recorded(rows: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     return recorded
 
 
-def _format_of_shape(shape: Any) -> RowFormat | None:
+def _format(shape: Any, options: Mapping[str, Any]) -> RowFormat | None:
     experts = shape.experts
     if experts is None:
         return None
@@ -47,4 +48,4 @@ def _format_of_shape(shape: Any) -> RowFormat | None:
     return routing_format(num_layers, experts.per_token, experts.num)
 
 
-RECORDED = RecordedKind(ROUTED_EXPERTS, _format_of_shape, option="routing_replay", is_replayed=True)
+RECORDED = RecordedKind(ROUTED_EXPERTS, _format, option="routing_replay", replayed_in="layers")

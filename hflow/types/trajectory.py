@@ -53,8 +53,8 @@ class Trajectory:
     """Tools that the model may call, as functions or JSON schemas. A `complete` without `tools=` offers them
     again."""
     recorded: Recorded = field(default_factory=dict, repr=False, hash=False)
-    """What its engine recorded beside tokens, by kind (`RecordedKind`). The last drawn token has no entry, as
-    it was not computed."""
+    """What its engine recorded beside tokens, by kind (`RecordedKind`). The last drawn token has no entry of
+    what is recorded when a token is computed, which it was not."""
     draws: tuple[tuple[int, int], ...] = field(default=(), compare=False, repr=False)
     """The completions that generated its turns, in order: the position of the first token, and the seed.
     A token depends on the tokens before it, the seed and its position, so trajectories that begin with the

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from hflow.base.errors import RunError
+from hflow.shapes.model_shape import ADAPTER_ENDS, EMBEDDING_A, EMBEDDING_B, MAGNITUDE, A, B
 from hflow.types.tensor_slices import (
     Block,
     Box,
@@ -21,11 +22,18 @@ from hflow.weights.buckets import IncomingTensor
 from hflow.weights.checksum import block_checksum, checksums_of
 from hflow.weights.incoming import IncomingWeights
 
-A, B = "lora_A.weight", "lora_B.weight"
-"""Ends of the names of an adapter's two matrices, `[r, inputs]` and `[outputs, r]`."""
+SumOverRanks = Callable[[Tensor], Tensor]
+"""Returns the sum of a tensor over the ranks that divide the columns of a matrix."""
 
 
-def merge(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+def merge(
+    base: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: float,
+    magnitude: Tensor | None = None,
+    sum_over_ranks: SumOverRanks | None = None,
+) -> Tensor:
     """Return `base + scale * b @ a`, computed in fp32, in the dtype of `base`.
 
     Args:
@@ -33,8 +41,32 @@ def merge(base: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
         a: the adapter's first matrix, `[r, inputs]`.
         b: the adapter's second matrix, `[outputs, r]`.
         scale: the factor of adapters' output.
+        magnitude: the lengths `[outputs]` that rows get (DoRA); None: they keep theirs.
+        sum_over_ranks: sums squares over the ranks with the other columns; None: there are none.
     """
-    return (base.float() + scale * (b.float() @ a.float())).to(base.dtype)
+    merged = base.float() + scale * (b.float() @ a.float())
+    if magnitude is not None:
+        squares = merged.square().sum(1)
+        lengths = (squares if sum_over_ranks is None else sum_over_ranks(squares)).sqrt()
+        merged *= (magnitude.float() / lengths)[:, None]
+    return merged.to(base.dtype)
+
+
+def with_adapter(adapters: Mapping[str, Tensor], scale: float, name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor of a model with its adapter added, if it has one.
+
+    Args:
+        adapters: all adapters by name, whole.
+        scale: the factor of adapters' output.
+        name: the tensor's name.
+        tensor: the tensor, whole.
+    """
+    path = name.removesuffix("weight")
+    if path + EMBEDDING_A in adapters:
+        return merge(tensor, adapters[path + EMBEDDING_B].T, adapters[path + EMBEDDING_A].T, scale)
+    if path + A not in adapters:
+        return tensor
+    return merge(tensor, adapters[path + A], adapters[path + B], scale, adapters.get(path + MAGNITUDE))
 
 
 class _Adapters(IncomingWeights):
@@ -80,14 +112,21 @@ class MergedWeights(_Adapters):
         base: the rank's blocks of the model without adapters, in host memory, by their tensor's name.
         scale: the factor of adapters' output.
         device: where tensors are merged.
+        sum_over_ranks: sums over the tensor ranks, which merge the same tensors one after the other.
     """
 
     def __init__(
-        self, adapters: IncomingWeights, base: Mapping[str, Block], scale: float, device: torch.device
+        self,
+        adapters: IncomingWeights,
+        base: Mapping[str, Block],
+        scale: float,
+        device: torch.device,
+        sum_over_ranks: SumOverRanks | None = None,
     ) -> None:
         super().__init__(adapters, scale)
         self._base = base
         self._target = device
+        self._sum_over_ranks = sum_over_ranks
 
     def __iter__(self) -> Iterator[IncomingTensor]:
         """Receive all adapters, then yield every tensor of the model.
@@ -97,9 +136,10 @@ class MergedWeights(_Adapters):
                 does not have.
         """
         arrived = {tensor.name: tensor for tensor in self._arrivals()}
-        targets = {name.removesuffix(end) for name in arrived for end in (A, B) if name.endswith(end)}
+        targets = {x.removesuffix(end) for x in arrived for end in ADAPTER_ENDS if x.endswith(end)}
         for path in sorted(targets):
-            if f"{path}weight" not in self._base or not {path + A, path + B} <= arrived.keys():
+            pairs = ({path + A, path + B}, {path + EMBEDDING_A, path + EMBEDDING_B})
+            if f"{path}weight" not in self._base or not any(pair <= arrived.keys() for pair in pairs):
                 raise RunError(
                     f"received an adapter of {path}weight, of which the engine lacks the weight or a matrix. "
                     "If it happens again, the weight route has a bug"
@@ -107,17 +147,30 @@ class MergedWeights(_Adapters):
         for name, held in self._base.items():
             values, path = held.values.to(self._target), name.removesuffix("weight")
             if path in targets:
-                rows, columns = held.box
-                r = arrived[path + A].tensor.shape[0]
-                a = _part(arrived[path + A], ((0, r), columns)).to(self._target)
-                b = _part(arrived[path + B], (rows, (0, r))).to(self._target)
-                values = merge(values, a, b, self._scale)
+                values = self._merge(path, held, values, arrived)
             whole = whole_box(held.shape)
             shaped = values
             if held.box != whole:
                 shaped = values.new_empty(held.shape)
                 shaped[slices_within(held.box, whole)] = values
             yield IncomingTensor(name, shaped, (held.box,), (block_checksum(held.block(values)),))
+
+    def _merge(self, path: str, held: Block, values: Tensor, arrived: Mapping[str, IncomingTensor]) -> Tensor:
+        """Return a rank's part of a matrix with its adapter added."""
+        rows, columns = held.box
+        if path + EMBEDDING_A in arrived:
+            r = arrived[path + EMBEDDING_A].tensor.shape[0]
+            a = _part(arrived[path + EMBEDDING_B], (columns, (0, r))).to(self._target)
+            b = _part(arrived[path + EMBEDDING_A], ((0, r), rows)).to(self._target)
+            return merge(values, a.T, b.T, self._scale)
+        r = arrived[path + A].tensor.shape[0]
+        a = _part(arrived[path + A], ((0, r), columns)).to(self._target)
+        b = _part(arrived[path + B], (rows, (0, r))).to(self._target)
+        magnitude = None
+        if path + MAGNITUDE in arrived:
+            magnitude = _part(arrived[path + MAGNITUDE], (rows,)).to(self._target)
+        is_divided = columns != (0, held.shape[1])
+        return merge(values, a, b, self._scale, magnitude, self._sum_over_ranks if is_divided else None)
 
 
 def _part(arrived: IncomingTensor, box: Box) -> Tensor:

@@ -22,7 +22,7 @@ from hflow.base.errors import HflowError, RunError, WorkerFailureError
 from hflow.base.model_files import copy_other_files
 from hflow.data.text.tokenizer import TextTokenizer, has_tokenizer
 from hflow.engines.driver import EngineDriver
-from hflow.engines.interface import EngineSetup
+from hflow.engines.interface import EngineSetup, GenerationEngine
 from hflow.episodes.journal import Journal
 from hflow.graph.ir import Level
 from hflow.models.settings import MERGED, SHARDS, RankPosition
@@ -658,13 +658,14 @@ def build_backends(
             settings = setup.models[replica.model]
             group = process_groups.group(replica) if process_groups else None
             position = RankPosition(group, replica.layout)
-            backend = backends[replica.name] = setup.factories[replica.backend](settings, position)
-            if settings.resume:
-                backend.load_shards(settings.shards)
+            backends[replica.name] = setup.factories[replica.backend](settings, position)
+    for replica in sorted(replicas, key=lambda replica: replica.role == "infer"):  # after what has adapters
+        if replica.role != "gen" and replica.base_of:
+            owner = backends[replica.base_of]
+            backends[replica.name] = owner.share_weights(setup.models[replica.model])
     for replica in replicas:
-        if replica.base_of:
-            trainer = backends[replica.base_of]
-            backends[replica.name] = trainer.without_adapters(setup.models[replica.model])
+        if replica.role != "gen" and (settings := setup.models[replica.model]).resume:
+            backends[replica.name].load_shards(settings.shards)
     return backends
 
 
@@ -687,7 +688,7 @@ def build_engines(
     for program in setup.programs.values():
         for model in program.models:
             recorded[model].update(kind.name for kind in requested_kinds(program.options))
-    drivers: dict[str, EngineDriver] = {}
+    setups: dict[str, EngineSetup] = {}
     sharing = set()
     for replica in replicas:
         dp_heads = [dp_head for dp_head in replica.heads if dp_head in hosted]
@@ -698,28 +699,35 @@ def build_engines(
             sharing.add(replica.name)
         ranks = tensor_ranks(replica, dp_heads[0])
         cores = [_cores(setup.plan.cluster, worker, len(ranks)) for worker in ranks]
-        engine = setup.factories[replica.backend](
-            EngineSetup(
-                settings=setup.models[replica.model],
-                options=setup.engines[replica.name],
-                tokenizer=tokenizers[replica.model],
-                module=module,
-                tensor=len(ranks),
-                devices=_devices(replica, ranks, devices),
-                cores=tuple(cores) if all(cores) else (),
-                shares_devices=any(
-                    other.name != replica.name and not set(other.groups).isdisjoint(replica.groups)
-                    for other in setup.plan.replicas
-                ),
-                receives_weights=replica.name in routed and module is None,
-                records=tuple(sorted(recorded[replica.model])),
-                log=str(Path(setup.engine_logs, f"{replica.name}-{dp_heads[0]}.log"))
-                if setup.engine_logs
-                else "",
-            )
+        setups[replica.name] = EngineSetup(
+            settings=setup.models[replica.model],
+            options=setup.engines[replica.name],
+            tokenizer=tokenizers[replica.model],
+            module=module,
+            tensor=len(ranks),
+            devices=_devices(replica, ranks, devices),
+            cores=tuple(cores) if all(cores) else (),
+            shares_devices=any(
+                other.name not in (replica.name, replica.base_of)
+                and replica.name != other.base_of
+                and not set(other.groups).isdisjoint(replica.groups)
+                for other in setup.plan.replicas
+            ),
+            receives_weights=replica.name in routed and module is None,
+            records=tuple(sorted(recorded[replica.model])),
+            log=str(Path(setup.engine_logs, f"{replica.name}-{dp_heads[0]}.log"))
+            if setup.engine_logs
+            else "",
         )
-        drivers[replica.name] = EngineDriver(engine)
-    return drivers, frozenset(sharing)
+    engines: dict[str, GenerationEngine] = {}
+    by_name = {replica.name: replica for replica in replicas}
+    for name in sorted(setups, key=lambda name: bool(by_name[name].base_of)):  # bases first
+        replica = by_name[name]
+        guests = tuple(other for key, other in setups.items() if by_name[key].base_of == name)
+        base = engines[replica.base_of] if replica.base_of else None
+        made = dataclasses.replace(setups[name], base=base, guests=guests)
+        engines[name] = setup.factories[replica.backend](made)
+    return {name: EngineDriver(engine) for name, engine in engines.items()}, frozenset(sharing)
 
 
 def _devices(replica: Replica, ranks: Sequence[int], devices: Sequence[str]) -> tuple[str, ...]:

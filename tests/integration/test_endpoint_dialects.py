@@ -502,7 +502,7 @@ def test_calls_by_tokens_are_refused_in_one_line(chat: TextTokenizer, driver: He
             "stop_token_ids has 9, but the model's turns end at [2]",
         ),
         ({"sampling_params": {"temperature": 0.2}}, "temperature=0.2 differs"),
-        ({"sampling_params": {"min_p": 0.2}}, "min_p=0.2 is not supported"),
+        ({"sampling_params": {"min_p": 0.2}}, "min_p=0.2 differs from the generate node's min_p=0"),
         ({"sampling_params": {"temprature": 1}}, "did you mean 'temperature'"),
     ]
 

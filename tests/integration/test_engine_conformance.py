@@ -51,6 +51,7 @@ from hflow.planner.plan.request import trained_shape
 from hflow.shapes.architectures import read_shape
 from hflow.shapes.model_shape import tensors
 from hflow.types.engine import SleepLevel
+from hflow.types.kept_tokens import KEPT_TOKENS, unpack_ids
 from hflow.types.routed_experts import ROUTED_EXPERTS
 from hflow.weights.buckets import pack_buckets
 from hflow.weights.channels import make_channel
@@ -103,6 +104,9 @@ ADAPTED = {
         LoraConfig(r=6, alpha=18, targets=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")),
     ),
     "experts-adapters": ("experts", LoraConfig(r=4, alpha=2)),
+    "dora": ("untied", LoraConfig(r=4, alpha=2, dora=True)),
+    "outer-adapters": ("untied", LoraConfig(r=4, alpha=2, targets=("q_proj", "embed_tokens", "lm_head"))),
+    "rounded": ("untied", LoraConfig(r=4, alpha=2, base="nf4")),
 }
 """Name -> the architecture of the weights, whose seed is `BASE`, and the adapters beside them."""
 BASE = 3
@@ -181,7 +185,7 @@ def adapters(architecture: str, seed: int) -> dict[str, torch.Tensor]:
     assert shape is not None
     generator = torch.Generator().manual_seed(seed)
     return {
-        spec.name: 0.1 * torch.randn(spec.shape, generator=generator)
+        spec.name: 0.1 * torch.randn(spec.shape, generator=generator) + (len(spec.shape) == 1)
         for spec in tensors(trained_shape(shape, lora))
     }
 
@@ -189,13 +193,34 @@ def adapters(architecture: str, seed: int) -> dict[str, torch.Tensor]:
 def merged(
     architecture: str, of_adapters: Mapping[str, torch.Tensor], base: nn.Module | None = None
 ) -> nn.Module:
-    """Return the model of an architecture of `ADAPTED` with adapters added to its weights: W + a/r B A."""
+    """Return the model of an architecture of `ADAPTED` with adapters added to its weights: W + a/r B A.
+
+    With DoRA rows get the lengths that are learned. Weights in 4 bits are rounded before.
+    """
     name_of_base, lora = ADAPTED[architecture]
     module = copy.deepcopy(base or reference(name_of_base, BASE))
+    if lora.base:
+        functional = pytest.importorskip("bitsandbytes.functional")
+        for name, weight in module.named_parameters():
+            if "layers" in name and weight.ndim == 2:
+                packed = functional.quantize_4bit(weight, compress_statistics=True, quant_type="nf4")
+                weight.copy_(functional.dequantize_4bit(*packed))
     for name, a in of_adapters.items():
+        if "lora_embedding_A" in name:
+            b = of_adapters[name.replace("_A", "_B")]
+            module.get_parameter(name.replace("lora_embedding_A", "weight")).add_(
+                lora.alpha / lora.r * (b @ a).T
+            )
         if name.endswith(".lora_A.weight"):
-            b = of_adapters[name.replace("lora_A", "lora_B")]
-            module.get_parameter(name.replace(".lora_A", "")).add_(lora.alpha / lora.r * b @ a)
+            b, weight = (
+                of_adapters[name.replace("lora_A", "lora_B")],
+                module.get_parameter(name.replace(".lora_A", "")),
+            )
+            weight.add_(lora.alpha / lora.r * b @ a)
+            if lora.dora:
+                weight.mul_(
+                    (of_adapters[name.replace("_A", "_magnitude_vector")] / weight.norm(dim=1))[:, None]
+                )
     return module
 
 
@@ -248,7 +273,7 @@ def setup_of(architecture: str, tensor: int, **more: int) -> EngineSetup:
     options = {"max_running": MAX_RUNNING, "max_model_len": MAX_LENGTH, **more}
     count = os.cpu_count() or 1
     cores = tuple((rank % count,) for rank in range(tensor)) if tensor > 1 else ()
-    records = (ROUTED_EXPERTS,) if architecture == "experts" else ()
+    records = (KEPT_TOKENS, *((ROUTED_EXPERTS,) if architecture == "experts" else ()))
     return EngineSetup(settings, options, TOKENIZER, tensor=tensor, cores=cores, records=records)
 
 
@@ -292,6 +317,9 @@ ENGINES = {
         ("embedded", "tied", 1),
         ("embedded", "untied", 1),
         ("embedded", "adapters", 1),
+        ("embedded", "dora", 1),
+        ("embedded", "outer-adapters", 1),
+        ("embedded", "rounded", 1),
         ("embedded", "windows", 1),
         ("vllm", "tied", 1),
         ("vllm", "untied", 2),
@@ -351,6 +379,47 @@ def test_temperature_0_takes_the_likeliest_token(subject: Subject) -> None:
     assert [result.ids for result in subject.generate(PROMPTS[:1], replace(sampled, top_k=1))] == [
         results[0].ids
     ]
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{"top_k": 7}, {"top_k": 30, "top_p": 0.7}, {"top_k": 50, "min_p": 0.1}, {"top_k": 100, "top_p": 0.9}],
+    ids=str,
+)
+def test_the_tokens_that_sampling_leaves_are_recorded(subject: Subject, limits: dict[str, Any]) -> None:
+    """They are those of whole logits, and the log-probs are over them. Others that run record nothing."""
+    module = subject.load(3)
+    recorded = SamplingParams(max_tokens=20, temperature=0.8, seed=3, record=(KEPT_TOKENS,), **limits)
+    others = [SamplingParams(max_tokens=9, temperature=0.0), SamplingParams(max_tokens=9, top_p=0.5)]
+    results = subject.generate(PROMPTS, [recorded, *others, *[recorded] * 3])
+    assert results[1].recorded == results[2].recorded == {}
+    sizes = []
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        if KEPT_TOKENS not in result.recorded:
+            continue
+        entries = result.recorded[KEPT_TOKENS]
+        assert [bool(entry) for entry in entries] == [False] * len(prompt) + [True] * 20
+        logits = module(torch.tensor([[*prompt, *result.ids]])).logits[0, len(prompt) - 1 : -1].float() / 0.8
+        for row, token, logprob, entry in zip(
+            logits, result.ids, result.logprobs, entries[len(prompt) :], strict=True
+        ):
+            kept = unpack_ids(entry).tolist()
+            sizes.append(len(kept))
+            assert len(set(kept)) == len(kept)
+            assert len(kept) <= limits["top_k"]
+            assert row[kept].min() >= row.sort(descending=True).values[len(kept) - 1] - TOLERANCE
+            p = row.softmax(-1)
+            if limits.get("min_p"):
+                assert {*kept} >= {*(p >= limits["min_p"] * p.max() + TOLERANCE).nonzero()[:, 0].tolist()}
+            elif "top_p" not in limits:
+                assert len(kept) == limits["top_k"]
+            else:
+                of_top_k = p.topk(limits["top_k"]).values.sum()
+                assert p[kept].sum() >= limits["top_p"] * of_top_k - TOLERANCE
+                assert p[kept].sum() - p[kept].min() <= limits["top_p"] * of_top_k + TOLERANCE
+            over_kept = row[kept].log_softmax(-1)[kept.index(token)]
+            assert logprob == pytest.approx(over_kept.item(), abs=TOLERANCE)
+    assert len({*sizes}) > 1 or limits == {"top_k": 7}
 
 
 def test_tokens_follow_from_the_seed(subject: Subject) -> None:
@@ -680,11 +749,17 @@ def test_an_adapter_that_keeps_old_values_is_found() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_adapters_can_be_merged(tensor: int) -> None:
-    """Where vLLM cannot have them beside its weights."""
-    setup = setup_of("adapters", tensor, merges_adapters=True)
-    subject = Subject("vllm", "adapters", tensor, engine_kind("vllm").factory(setup))
+@pytest.mark.parametrize(
+    ("adapted", "tensor"),
+    [
+        *[("adapters", 1), ("adapters", 2), ("dora", 1), ("dora", 2)],
+        *[("outer-adapters", 1), ("outer-adapters", 2), ("rounded", 1)],
+    ],
+)
+def test_adapters_can_be_merged(adapted: str, tensor: int) -> None:
+    """Where vLLM cannot have them beside its weights. Tensor ranks that divide rows sum their squares."""
+    setup = setup_of(adapted, tensor, merges_adapters=True)
+    subject = Subject("vllm", adapted, tensor, engine_kind("vllm").factory(setup))
     for seed in (3, 11):
         module = subject.load(seed)
         results = subject.generate(PROMPTS, SamplingParams(max_tokens=20, seed=seed))

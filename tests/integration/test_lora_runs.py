@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from hflow.base.errors import BackendError, ConfigError
 from hflow.launch.checkpoints.export import export
-from hflow.launch.checkpoints.merged import model_directory
+from hflow.launch.checkpoints.merged import merge_adapter, model_directory
 from hflow.launch.checkpoints.served import find_checkpoint
 from hflow.launch.planning.compile import compile_recipe
 from hflow.launch.running import run_recipe
@@ -58,6 +58,23 @@ def test_the_engine_draws_from_the_adapted_model(summary: RunSummary) -> None:
     files = {path.name for path in (summary.directory / "checkpoints/latest/actor").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "shards"} <= files
     assert "model.safetensors" not in files
+
+
+@pytest.mark.parametrize("options", ["dora: true", "dora: true, base: nf4"])
+def test_magnitudes_and_weights_in_4_bits(base: str, tmp_path: Path, options: str) -> None:
+    """The engine and the reference are the trainer's. An export has the weights that adapters were beside."""
+    if "nf4" in options:
+        pytest.importorskip("bitsandbytes")
+    lora = f"models.actor.lora={{r: 4, alpha: 8, save_merged: true, {options}}}"
+    summary = run(RECIPE, tmp_path / "run", *COMMON, lora, "steps=2", base)
+    rows = steps_of(summary)
+    assert max(row[f"actor_train/{ENGINE_GAP_MAX.suffix}"] for row in rows) < 1e-5
+    saved = summary.directory / "checkpoints" / "latest" / "actor"
+    assert any(name.endswith("lora_magnitude_vector") for name in adapter(summary))
+    merged, trained = tmp_path / "merged", load_file(saved / "merged" / "model.safetensors")
+    merge_adapter(saved, merged)
+    for name, tensor in load_file(merged / "model.safetensors").items():
+        torch.testing.assert_close(tensor, trained[name], atol=1e-6, rtol=0)
 
 
 def test_a_reference_model_is_the_trainer_without_adapters(base: str) -> None:
@@ -148,6 +165,11 @@ def test_random_weights_and_a_missing_package_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=r"starts from random ones; set models\.actor\.path"):
         run(RECIPE, tmp_path, *COMMON, "models.actor.path=null")
+    monkeypatch.setattr("hflow.models.adapter.find_spec", lambda name: name == "peft" or None)
+    with pytest.raises(
+        BackendError, match=r"base=nf4 needs the package bitsandbytes, .* 'hflow-rl\[qlora\]'"
+    ):
+        run(RECIPE, tmp_path, *COMMON, "models.actor.lora={r: 4, base: nf4}", base)
     monkeypatch.setattr("hflow.models.adapter.find_spec", lambda name: None)
     with pytest.raises(BackendError, match=r"needs the package peft, .* pip install 'hflow-rl\[lora\]'"):
         run(RECIPE, tmp_path, *COMMON, base)

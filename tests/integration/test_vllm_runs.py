@@ -116,6 +116,21 @@ def test_tensor_ranks_merge_the_adapters_of_megatrons(tmp_path: Path, two_proces
 
 
 @pytest.mark.long
+def test_an_engine_rounds_weights_as_its_trainer(tmp_path: Path, two_processes: RayActors) -> None:
+    """Two data ranks have all weights in 4 bits. An engine merges DoRA with its copy of them."""
+    pytest.importorskip("bitsandbytes")
+    options = [*GRPO, "batch=4", "steps=3", "cluster=cpu-1x2", "models.actor.layout=d2"]
+    options += ["nodes.actor_gen.max_tokens=8"]
+    options += [f"models.actor.path={save_base(tmp_path / 'base', GRPO)}", "models.actor.optim.lr=1e-2"]
+    options += ["models.actor.lora={r: 4, alpha: 8, dora: true, base: nf4}"]
+    summary = run("recipes/grpo.py", tmp_path, *options, processes=two_processes)
+    assert (summary.reason, summary.steps) == ("done", 3)
+    assert_versions(summary.directory)
+    for row in steps_of(summary):
+        assert 0 < row[f"actor_train/{ENGINE_GAP_MAX.suffix}"] < 1e-4
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("transport", ["collective", "shared", "disk"])
 def test_a_sync_in_the_middle_of_answers(transport: str, tmp_path: Path, two_processes: RayActors) -> None:
     """New versions are whole weights, or files of adapters that the engine has beside its weights."""

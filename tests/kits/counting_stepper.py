@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
@@ -13,6 +14,7 @@ from hflow.engines.interface import DrawnTokens
 from hflow.engines.process.engine_process import ProcessSettings
 from hflow.engines.process.stepper import Results, Stepper
 from hflow.engines.request import Decode, GenerationRequest, stop_reason
+from hflow.models.settings import ModelSettings
 from hflow.types.engine import SleepLevel
 
 if TYPE_CHECKING:
@@ -34,6 +36,10 @@ class CountingStepper(Stepper):
     @override
     def num_unfinished(self) -> int:
         return len(self._requests)
+
+    @override
+    def make_guest(self, settings: ModelSettings, decode: Decode | None) -> CountingStepper:
+        return CountingStepper(replace(self.settings, settings=settings), decode)
 
     @override
     def add(self, requests: Sequence[GenerationRequest]) -> None:

@@ -10,14 +10,26 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from hflow.config.schema import LoraConfig as OurConfig
 from hflow.data.batches.batch import Batch
 from hflow.training.interface import ModelBackend
 
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+OUTER = ("embed_tokens", "lm_head")
 
-def twin(backend: ModelBackend, base: Path, *, rslora: bool) -> PeftModel:
-    """Return peft's model with adapters of rank 4 and alpha 8, and give the backend the same random ones."""
+
+def twin(backend: ModelBackend, base: Path, lora: OurConfig) -> PeftModel:
+    """Return peft's model with adapters, and give the backend the same random ones.
+
+    Magnitudes are around 1, so that rows have other lengths than before.
+    """
     config = LoraConfig(
-        r=4, lora_alpha=8, use_rslora=rslora, target_modules="all-linear", task_type="CAUSAL_LM"
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
+        target_modules=[*LINEAR, *(name for name in lora.targets if name in OUTER)],
+        task_type="CAUSAL_LM",
     )
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
     named = adapters(model)
@@ -25,7 +37,7 @@ def twin(backend: ModelBackend, base: Path, *, rslora: bool) -> PeftModel:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for x in named.values():
-            x.copy_(torch.randn(x.shape, generator=generator) * 0.1)
+            x.copy_(torch.randn(x.shape, generator=generator) * 0.1 + (x.dim() == 1))
         for block in backend.blocks():
             block.values.copy_(named[block.tensor])
     return model

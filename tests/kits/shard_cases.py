@@ -127,11 +127,14 @@ _SHARED = kit.SETTINGS.optim
 OPTIMIZERS = {
     "sgd": replace(_SHARED, name="sgd", lr=0.1, eps=1e-8, momentum=0.9, nesterov=True, groups=GROUPS),
     "muon": replace(_SHARED, name="muon", momentum=0.9),
+    "adamw_8bit": replace(_SHARED, name="adamw_8bit"),
 }
 """Settings of other optimizers, some with groups of weights."""
+ROUNDED = ("adamw_8bit",)
+"""Optimizers that round otherwise in each layout, in which other weights share a block."""
 OF_OPTIMIZERS: dict[str, Exchange] = {
     name: (
-        sides("ppo", optim=optim),
+        sides("sft" if name in ROUNDED else "ppo", optim=optim),  # PPO's clipping is not continuous
         [
             ("torch d1", "torch d2"),
             ("torch d2", "megatron d2t2"),
@@ -139,7 +142,7 @@ OF_OPTIMIZERS: dict[str, Exchange] = {
             ("torch d2", "megatron d1"),
             ("megatron d2t2", "torch d4r2"),
             ("megatron p2", "megatron d2"),
-            ("megatron t4", "megatron t2"),
+            ("megatron t2" if name in ROUNDED else "megatron t4", "megatron t2"),
         ],
     )
     for name, optim in OPTIMIZERS.items()

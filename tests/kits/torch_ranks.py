@@ -19,10 +19,14 @@ from memory_kit import peak
 
 from hflow.config.schema import BalanceConfig, LoraConfig
 from hflow.data.batches.batch import Batch
+from hflow.models.adapter import base_parameters
+from hflow.models.settings import ModelSettings, RankPosition
+from hflow.shapes.layout import Layout
 from hflow.training import hf_files
 from hflow.training.fsdp import build, weight_export
 from hflow.training.fsdp import sharding as fsdp
 from hflow.training.fsdp.backend import TorchModel
+from hflow.training.fsdp.optimizer import local_shard
 from hflow.training.interface import TrainShard
 
 
@@ -70,7 +74,7 @@ def run_replicated(rank: int, directory: str) -> None:
 
 QUARTERS = (([0, 1], [4], [5, 6], [7]), ([], [2], [3], []), ([8, 9], [], [10], [11]))
 """Rows of each minibatch on four ranks."""
-REPLICATED = ("lora", "bf16", "gradients summed once", "untied")
+REPLICATED = ("lora", "dora", "bf16", "gradients summed once", "untied")
 
 
 def replicated(rank: int, group: Any, directory: Path) -> dict[str, Any]:
@@ -80,7 +84,7 @@ def replicated(rank: int, group: Any, directory: Path) -> dict[str, Any]:
     results: dict[str, Any] = {}
     num_groups = len(dist.distributed_c10d._world.pg_map)
     for name in REPLICATED:
-        if name == "lora" and find_spec("peft") is None:
+        if "lora" in VARIANTS[name] and find_spec("peft") is None:
             continue
         backend = kit.model(4, group, replicate=2, tokens_per_microbatch=13, **VARIANTS[name])
         results[name] = (backend.train(call_of(name), shard, 5), kit.weights(backend))
@@ -129,6 +133,10 @@ def scenarios(rank: int, group: Any, directory: Path) -> dict[str, Any]:
         loaded = kit.weights(backend)
         results[f"{name} read"] = loaded, (backend.train(call_of(name), shard, 6), kit.weights(backend))
     results["reductions"] = reductions(rank, group)
+    for name, changes in SHARED.items() if find_spec("peft") is not None else ():
+        fsdp.MIN_UNIT_BYTES = 0 if name == "offloaded" else whole_layers
+        results[f"shared {name}"] = everywhere(shared_base(group, batch, shard, changes), group)
+    fsdp.MIN_UNIT_BYTES = whole_layers
     results["infer"] = infer(rank, group, batch)
     backend = kit.model(2, group)
     backend.infer(kit.LOGPROBS, [batch])  # leaves weights whole on every rank
@@ -151,6 +159,7 @@ def reductions(rank: int, group: Any) -> dict[Any, float]:
     return losses
 
 
+HAS_BITSANDBYTES = find_spec("bitsandbytes") is not None
 LORA = LoraConfig(r=4, alpha=8, save_merged=True)
 VARIANTS: dict[str, dict[str, Any]] = {
     "untied": {"architecture": kit.ARCHITECTURE | {"tie_word_embeddings": False}},
@@ -171,6 +180,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "optim": dataclasses.replace(kit.SETTINGS.optim, on_nonfinite="skip"),
     },
     "lora": {"lora": LORA},
+    "outer lora": {
+        "lora": dataclasses.replace(LORA, targets=("all-linear", "embed_tokens", "lm_head")),
+        "architecture": kit.ARCHITECTURE | {"tie_word_embeddings": False},
+    },
+    **({"rounded lora": {"lora": dataclasses.replace(LORA, base="nf4")}} if HAS_BITSANDBYTES else {}),
+    "dora": {"lora": dataclasses.replace(LORA, dora=True)},
     "lora recomputed in bf16": {
         "lora": LORA,
         "dtype": "bf16",
@@ -183,6 +198,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 READ = {
     **{name: name for name in ("untied", "value", "bf16", "recomputed", "offloaded")},
     "lora": "recomputed",
+    "dora": "recomputed",
+    "outer lora": "untied",
     "lora recomputed in bf16": "bf16",
 }
 """Variants that are built from a checkpoint, of which each rank reads its rows -> the saved variant."""
@@ -228,10 +245,73 @@ def with_infinite(batch: Batch) -> Batch:
 
 def adapters_off_and_on(backend: TorchModel, group: Any, batch: Batch, shard: Any) -> Any:
     """Return log-probs without adapters, and the weights after training further."""
-    base = backend.without_adapters(dataclasses.replace(backend.settings, lora=None, trainable=False))
+    base = backend.share_weights(dataclasses.replace(backend.settings, lora=None, trainable=False))
     (result,) = base.infer(kit.LOGPROBS, [batch])
     backend.train(kit.CALLS["token-mean"], shard, 6)
     return result.columns["result"].values, kit.weights(backend)
+
+
+SHARED: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16, recomputed": {"dtype": "bf16", "activation_checkpointing": True, "zero_stage": 2},
+    "offloaded": {"offload": "all"},
+}
+"""Changes to models with adapters, of which others use the weights."""
+
+
+def shared_base(group: Any, batch: Batch, shard: Any, changes: dict[str, Any]) -> dict[str, bool]:
+    """Train three models on one base and a copy of each with weights of its own, and compare them.
+
+    The owner has adapters on two matrices, and the two others on all: a critic and a second policy.
+    """
+    few, num = dataclasses.replace(LORA, targets=("q_proj", "down_proj")), 1 if group is None else 2
+    owner = kit.model(num, group, **{"lora": few, **changes})
+    of_others = {**changes, "lora": LORA, "offload": "optimizer" if "offload" in changes else "none"}
+    different = {"critic": {"head": "value"}, "other": {"seed": 5}}
+    settings = {
+        name: dataclasses.replace(kit.SETTINGS, **of_others, **own) for name, own in different.items()
+    }
+    models = {name: owner.share_weights(one) for name, one in settings.items()}
+    ref = models["other"].share_weights(dataclasses.replace(owner.settings, lora=None, trainable=False))
+    pairs = [(owner, kit.model(num, group, **{"lora": few, **changes}))]
+    # The weights are drawn from the seed, so those with another one get the owner's here.
+    pairs += [(models[name], with_base_of(owner, settings[name], group)) for name in models]
+    (before,) = ref.infer(kit.LOGPROBS, [batch])
+    equal = {}
+    for step in range(2):
+        for name, (one, alone) in zip(("actor", *models), pairs, strict=True):
+            call = call_of("value" if name == "critic" else "")
+            metrics = [backend.train(call, shard, 5 + step) for backend in (one, alone)]
+            found = [kit.weights(backend) for backend in (one, alone)]
+            equal[f"{name} {step}"] = metrics[0] == metrics[1] and all(
+                torch.equal(tensor, found[1][tensor_name]) for tensor_name, tensor in found[0].items()
+            )
+    (after,) = ref.infer(kit.LOGPROBS, [batch])
+    equal["ref"] = np.array_equal(before.columns["result"].values, after.columns["result"].values)
+    with models["other"].on_device(), models["critic"].on_device():
+        held = base_storages(owner)
+        for name, model in models.items():
+            equal[f"{name} has no base"] = base_storages(model) <= held
+    return equal
+
+
+def base_storages(model: Any) -> set[int]:
+    """Return the addresses of a rank's weights but adapters and heads."""
+    weight_export.reshard(model._runner.module)
+    return {local_shard(x.detach()).data_ptr() for x in base_parameters(model._model).values()}
+
+
+def with_base_of(owner: TorchModel, settings: ModelSettings, group: Any) -> TorchModel:
+    """Return a model with weights of its own that are those of another one."""
+    num = 1 if group is None else 2
+    model = TorchModel(settings, RankPosition(group, Layout(num)))
+    with owner.on_device(), model.on_device(changes=True), torch.no_grad():
+        for backend in (owner, model):
+            weight_export.reshard(backend._runner.module)
+        held = base_parameters(owner._model)
+        for name, weight in base_parameters(model._model).items():
+            local_shard(weight.detach()).copy_(local_shard(held[name].detach()))
+    return model
 
 
 def infer(rank: int, group: Any, batch: Batch) -> Any:

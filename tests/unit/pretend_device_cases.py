@@ -21,6 +21,7 @@ from hflow.config.schema import LoraConfig
 from hflow.doctor.attention_check import attention_error
 from hflow.doctor.gpus import MAX_ATTENTION_ERROR
 from hflow.engines.embedded.engine import EmbeddedEngine
+from hflow.engines.embedded.module import changing_tensors
 from hflow.engines.interface import SamplingParams
 from hflow.launch.planning.compile import compile_recipe
 from hflow.launch.running.run_recipe import RunEnvironment, run_compiled
@@ -523,6 +524,26 @@ def test_an_engine_sleeps_wakes_and_loads(device):
     engine.load_weights([IncomingWeights.of_tensors(lambda: other._module.named_parameters())], 1)
     engine.wake_cache()
     assert generate(engine)[0] == generate(other)[0]
+
+
+def test_weights_of_several_engines_are_freed_when_all_of_them_sleep(device):
+    lora = LoraConfig(r=2, alpha=4)
+    settings = ModelSettings(name="actor", architecture=ONE_LAYER, seed=3, device=device, lora=lora)
+    owner = EmbeddedEngine(settings)
+    other = EmbeddedEngine(dataclasses.replace(settings, name="other"), base=owner)
+    wanted, _ = generate(owner)
+    owner.sleep(SleepLevel.DROP_WEIGHTS)  # others are loaded, but the adapters alone
+    assert generate(other)[0] == wanted
+    other.sleep(SleepLevel.KEEP_WEIGHTS)
+    with pytest.raises(RuntimeError, match="free"):
+        owner._module.lm_head.weight.sum()
+    other.wake_weights()
+    other.wake_cache()
+    assert generate(other)[0] == wanted
+    owner.wake_weights()
+    owner.load_weights([IncomingWeights.of_tensors(lambda: changing_tensors(other._module).items())], 1)
+    owner.wake_cache()
+    assert generate(owner)[0] == wanted
 
 
 BUCKET_BYTES = 1 << 20

@@ -22,6 +22,7 @@ from hflow.doctor import OptionalPart
 from hflow.doctor.finding import Finding
 from hflow.launch.planning import plan_file
 from hflow.planner.models.descriptors import InstallProblem, engine_kind
+from hflow.planner.plan.optimizers import OPTIMIZERS
 
 GOOD = '''"""GRPO, as small as it gets."""
 
@@ -132,6 +133,17 @@ def test_nodes_lists_those_of_a_recipe(good: str, hflow: CommandLine):
         if knob["name"] == "clip"
     ]
     assert clip["default"] == 0.2
+
+
+def test_nodes_lists_optimizers_and_adapters_with_their_options(hflow: CommandLine):
+    out = hflow.prints("nodes")
+    assert all(f"models.NAME.optim.name={name} " in out for name in OPTIMIZERS)
+    assert "models.NAME.lora " in out
+    muon = json.loads(hflow.prints("nodes", "muon", "--json"))
+    assert [option["name"] for option in muon["options"]] == ["betas", "eps", "momentum", "nesterov"]
+    assert muon in json.loads(hflow.prints("nodes", "--json"))
+    assert "models.NAME.lora.OPTION" in hflow.prints("nodes", "lora")
+    assert "did you mean 'muon'" in hflow.refused("nodes", "muom")
 
 
 def test_plan_prints_a_page(good: str, hflow: CommandLine):

@@ -377,7 +377,7 @@ def test_sleep_frees_an_accelerator_and_wake_resumes(device: str) -> None:
 def test_freed_parameters_keep_their_values_or_can_be_loaded_again(keep: bool) -> None:
     module = build_module(settings(), None).requires_grad_(False)
     expected = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    freed = FreedParameters(module, keep)
+    freed = FreedParameters(module.parameters(), keep)
     assert all(parameter.untyped_storage().nbytes() == 0 for parameter in module.parameters())
     freed.restore()
     if not keep:

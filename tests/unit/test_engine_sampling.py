@@ -20,9 +20,9 @@ PROBABILITIES = [0.4, 0.05, 0.3, 0.25]
 
 def drawn(params: SamplingParams, num: int = 4000) -> tuple[torch.Tensor, torch.Tensor]:
     """`num` draws from PROBABILITIES with seeds 0, 1, ..."""
-    seeded = [SamplingParams(params.temperature, params.top_p, params.top_k, seed=i) for i in range(num)]
+    seeded = [replace(params, seed=i) for i in range(num)]
     logits = torch.tensor(PROBABILITIES).log().expand(num, 4)
-    tokens, logprobs = draw(logits, SamplingRows.of(seeded, 4, CPU), np.zeros(num, np.int64))
+    tokens, logprobs = draw(logits, SamplingRows.of(seeded, 4, CPU), np.zeros(num, np.int64)).values
     return tokens.long(), logprobs
 
 
@@ -63,6 +63,12 @@ def test_temperature_0_is_greedy_with_log_probs_at_1() -> None:
         (SamplingParams(top_p=0.5, top_k=2), [0]),
         (SamplingParams(top_p=0.6, top_k=2), [0, 2]),
         (SamplingParams(top_k=9), [0, 1, 2, 3]),
+        (SamplingParams(min_p=0.1), [0, 1, 2, 3]),
+        (SamplingParams(min_p=0.13), [0, 2, 3]),
+        (SamplingParams(min_p=1.0), [0]),
+        (SamplingParams(min_p=0.13, top_k=2), [0, 2]),
+        (SamplingParams(min_p=0.7, top_p=0.57), [0]),
+        (SamplingParams(min_p=0.7, top_p=0.58), [0, 2]),
     ],
 )
 def test_top_k_and_top_p_restrict_the_support(params: SamplingParams, support: list[int]) -> None:
@@ -71,7 +77,7 @@ def test_top_k_and_top_p_restrict_the_support(params: SamplingParams, support: l
     kept = torch.tensor(PROBABILITIES)[support]
     expected = torch.zeros(4).index_put((torch.tensor(support),), kept / kept.sum())
     assert frequencies(tokens) == pytest.approx(expected.tolist(), abs=0.03)
-    torch.testing.assert_close(logprobs.float(), torch.tensor(PROBABILITIES).log()[tokens])
+    torch.testing.assert_close(logprobs.float(), expected.log()[tokens])
 
 
 @given(
@@ -110,12 +116,12 @@ def test_a_nucleus_beyond_the_ranked_tokens_is_drawn_from_the_whole_vocabulary(m
     logits = torch.randn(40, 50, generator=torch.Generator().manual_seed(0)) / 3
     params = [SamplingParams(0.7, top_p=0.9, seed=i) for i in range(40)]
     positions = np.arange(40)
-    wanted = draw(logits, SamplingRows.of(params, 50, CPU), positions)
+    wanted = draw(logits, SamplingRows.of(params, 50, CPU), positions).values
     monkeypatch.setattr("hflow.engines.embedded.sampling.NUM_RANKED", 3)
     rows = SamplingRows.of(params, 50, CPU)
     _, is_right = _restrict((logits / 0.7).log_softmax(-1), rows)
     assert not is_right.any()
-    torch.testing.assert_close(draw(logits, rows, positions), wanted)
+    torch.testing.assert_close(draw(logits, rows, positions).values, wanted)
 
 
 def test_rows_with_different_parameters_are_independent() -> None:
@@ -127,9 +133,10 @@ def test_rows_with_different_parameters_are_independent() -> None:
     ]
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
     positions = np.array([3, 9, 1, 4])
-    together = draw(logits, SamplingRows.of(params, 50, CPU), positions)
+    together = draw(logits, SamplingRows.of(params, 50, CPU), positions).values
     for i in range(4):
-        alone = draw(logits[i : i + 1], SamplingRows.of(params[i : i + 1], 50, CPU), positions[i : i + 1])
+        rows = SamplingRows.of(params[i : i + 1], 50, CPU)
+        alone = draw(logits[i : i + 1], rows, positions[i : i + 1]).values
         torch.testing.assert_close(alone[:, 0], together[:, i])
 
 
@@ -137,7 +144,7 @@ def test_impossible_tokens_are_never_drawn() -> None:
     logits = torch.full((2000, 5), float("-inf"))
     logits[:, 1], logits[:, 3] = 0.0, -20.0
     rows = SamplingRows.of([SamplingParams(seed=i) for i in range(2000)], 5, CPU)
-    assert set(draw(logits, rows, np.zeros(2000, np.int64))[0].tolist()) <= {1.0, 3.0}
+    assert set(draw(logits, rows, np.zeros(2000, np.int64)).values[0].tolist()) <= {1.0, 3.0}
 
 
 def test_numbers_are_those_of_splitmix64() -> None:

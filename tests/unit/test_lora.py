@@ -1,20 +1,26 @@
 """Adapters: they compute as peft's do, train alone, can be turned off, and are saved as peft saves them."""
 
 import dataclasses
+from importlib.util import find_spec
 
 import numpy as np
 import peft_kit
 import pytest
 import torch
 import torch_kit as kit
-from peft import PeftModel
+from peft import LoraConfig as PeftConfig
+from peft import PeftModel, get_peft_model_state_dict, inject_adapter_in_model
 from safetensors.torch import load_file
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hflow.base.errors import BackendError, RunError
 from hflow.config.schema import LoraConfig
 from hflow.engines.embedded.engine import EmbeddedEngine
 from hflow.engines.interface import SamplingParams
+from hflow.launch.checkpoints.merged import merge_adapter
+from hflow.models.adapter import add_magnitudes
+from hflow.models.dtypes import DTYPES
 from hflow.training.interface import TrainShard
 from hflow.types.tensor_slices import Block, slices_within, whole_box
 from hflow.weights.adapters import MergedWeights, merge
@@ -23,6 +29,15 @@ from hflow.weights.checksum import weights_checksum
 from hflow.weights.incoming import IncomingWeights
 
 LORA = LoraConfig(r=4, alpha=8)
+VARIANTS = {
+    "lora": LORA,
+    "rslora": dataclasses.replace(LORA, rslora=True),
+    "dora": dataclasses.replace(LORA, dora=True),
+    "outer": dataclasses.replace(LORA, targets=("all-linear", "embed_tokens", "lm_head")),
+}
+if find_spec("bitsandbytes") is not None:
+    VARIANTS["rounded"] = dataclasses.replace(LORA, base="nf4")
+    VARIANTS["rounded dora"] = dataclasses.replace(LORA, base="nf4", dora=True)
 BATCH = kit.make_batch(kit.LENGTHS)
 OPTIONS = {"max_model_len": 64}
 CALL = kit.CALLS["token-mean"]
@@ -34,6 +49,35 @@ def base(tmp_path_factory):
     path = tmp_path_factory.mktemp("base")
     kit.model().save(str(path))()
     return str(path)
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory):
+    """Return a checkpoint of a base model with an output matrix of its own."""
+    path = tmp_path_factory.mktemp("untied")
+    kit.model(architecture=kit.ARCHITECTURE | {"tie_word_embeddings": False}).save(str(path))()
+    return str(path)
+
+
+@pytest.fixture(params=VARIANTS)
+def variant(request, base, untied):
+    """Return settings of adapters, and a base that can have them."""
+    return VARIANTS[request.param], untied if request.param == "outer" else base
+
+
+def computed_with(lora, base, tmp_path, dtype="fp32"):
+    """Return a checkpoint of the weights that adapters are beside: rounded ones, by bitsandbytes itself."""
+    if lora.base is None:
+        return base
+    functional = pytest.importorskip("bitsandbytes.functional")
+    module = AutoModelForCausalLM.from_pretrained(base, dtype=DTYPES[dtype])
+    with torch.no_grad():
+        for name, weight in module.named_parameters():
+            if name.endswith("_proj.weight"):
+                packed = functional.quantize_4bit(weight, compress_statistics=True, quant_type="nf4")
+                weight.copy_(functional.dequantize_4bit(*packed))
+    module.save_pretrained(tmp_path / "rounded")
+    return str(tmp_path / "rounded")
 
 
 def adapted(base, **changes):
@@ -49,11 +93,11 @@ def frozen(settings):
     return dataclasses.replace(settings, name="ref", lora=None, trainable=False)
 
 
-@pytest.mark.parametrize("rslora", [False, True])
-def test_forward_and_gradients_are_those_of_peft(base, rslora):
+def test_forward_and_gradients_are_those_of_peft(variant, tmp_path):
     """The log-probs and the gradient of their sum, with the same random adapters in peft's own model."""
-    backend = adapted(base, lora=dataclasses.replace(LORA, rslora=rslora))
-    theirs = peft_kit.twin(backend, base, rslora=rslora)
+    lora, base = variant
+    backend = adapted(base, lora=lora)
+    theirs = peft_kit.twin(backend, computed_with(lora, base, tmp_path), lora)
     named = peft_kit.adapters(theirs)
     batch = BATCH.take([4])
     wanted = peft_kit.learned_logprobs(theirs, batch)
@@ -73,11 +117,13 @@ def test_forward_and_gradients_are_those_of_peft(base, rslora):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_only_adapters_are_trained_and_they_can_be_turned_off(base, dtype):
-    backend = adapted(base, dtype=dtype)
-    plain = logprobs(kit.model(path=base, architecture=None, dtype=dtype, trainable=False))
+def test_only_adapters_are_trained_and_they_can_be_turned_off(variant, dtype, tmp_path):
+    lora, base = variant
+    backend = adapted(base, dtype=dtype, lora=lora)
+    whole = computed_with(lora, base, tmp_path, dtype)
+    plain = logprobs(kit.model(path=whole, architecture=None, dtype=dtype, trainable=False))
     np.testing.assert_array_equal(logprobs(backend), plain)  # B is 0
-    ref = backend.without_adapters(frozen(backend.settings))
+    ref = backend.share_weights(frozen(backend.settings))
     backend.train(CALL, kit.whole(BATCH), 0)
     assert np.abs(logprobs(backend) - plain).max() > 1e-3
     np.testing.assert_array_equal(logprobs(ref), plain)
@@ -90,27 +136,34 @@ def test_only_adapters_are_trained_and_they_can_be_turned_off(base, dtype):
     assert stored == {torch.bfloat16 if dtype == "bf16" else torch.float32}
 
 
-@pytest.mark.parametrize("rslora", [False, True])
-def test_a_saved_adapter_loads_in_peft_and_merges(base, tmp_path, rslora):
-    backend = adapted(base, lora=dataclasses.replace(LORA, save_merged=True, rslora=rslora))
+def test_a_saved_adapter_loads_in_peft_and_merges(variant, tmp_path):
+    lora, base = variant
+    backend = adapted(base, lora=dataclasses.replace(lora, save_merged=True))
     backend.train(CALL, kit.whole(BATCH), 0)
     backend.save(str(tmp_path))()
-    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path)
+    whole = computed_with(lora, base, tmp_path)
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(whole), tmp_path)
     saved = load_file(tmp_path / "adapter_model.safetensors")
-    assert {name.removeprefix("base_model.model.") for name in saved} == kit.weights(backend).keys()
+    names = (f"base_model.model.{name}" for name in kit.weights(backend))
+    assert saved.keys() == {name.replace("_vector.weight", "_vector") for name in names}
+    assert saved.keys() == get_peft_model_state_dict(theirs, save_embedding_layers=False).keys()
     merged = theirs.merge_and_unload().state_dict()
     ours = load_file(tmp_path / "merged" / "model.safetensors")
     for name, x in ours.items():
         torch.testing.assert_close(x, merged[name], atol=1e-6, rtol=0)
     again = kit.model(path=str(tmp_path / "merged"), architecture=None, trainable=False)
     np.testing.assert_allclose(logprobs(again), logprobs(backend), atol=1e-5)
+    merge_adapter(tmp_path, tmp_path / "exported")
+    for name, x in load_file(tmp_path / "exported" / "model.safetensors").items():
+        torch.testing.assert_close(x, merged[name], atol=1e-6, rtol=0)
 
 
-def test_resuming_restores_adapters_and_moments(base, tmp_path):
-    backend = adapted(base)
+def test_resuming_restores_adapters_and_moments(variant, tmp_path):
+    lora, base = variant
+    backend = adapted(base, lora=lora)
     backend.train(CALL, kit.whole(BATCH), 0)
     backend.save_shards(str(tmp_path / "shards"))()
-    again = adapted(base, seed=9)
+    again = adapted(base, lora=lora, seed=9)
     again.load_shards(str(tmp_path / "shards"))
     wanted = backend.train(CALL, kit.whole(BATCH), 1), kit.weights(backend)
     assert again.train(CALL, kit.whole(BATCH), 1) == wanted[0]
@@ -135,9 +188,10 @@ def test_the_head_of_a_critic_is_trained_with_its_adapters(base, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_an_engine_draws_from_the_adapted_model(base, dtype):
+def test_an_engine_draws_from_the_adapted_model(variant, dtype):
     """Log-probs are those of the trainer, for an engine with its own weights and one with the trainer's."""
-    backend = adapted(base, dtype=dtype)
+    lora, base = variant
+    backend = adapted(base, dtype=dtype, lora=lora)
     backend.train(CALL, kit.whole(BATCH), 0)
     module = backend.shared_module()
     assert (module is not None) == (dtype == "fp32")
@@ -159,10 +213,77 @@ def test_an_engine_draws_from_the_adapted_model(base, dtype):
         np.testing.assert_allclose(trainer.columns["result"].values[4:], result.logprobs[1:], atol=atol)
 
 
+def drawn(engine, seed):
+    """Return tokens and log-probs of three requests."""
+    for i in range(3):
+        prompt = BATCH.columns["input_ids"].values[i : i + 3].tolist()
+        engine.add(i, prompt, SamplingParams(max_tokens=9, seed=seed + i))
+    found = {}
+    while engine.num_unfinished:
+        found |= {i: (result.ids, result.logprobs) for i, result in engine.step()}
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_engines_on_one_base_draw_as_with_weights_of_their_own(base, dtype):
+    """Two policies and the base itself; new adapters of one change no other."""
+    alice = adapted(base, dtype=dtype)
+    settings = dataclasses.replace(alice.settings, name="bob", seed=7, lora=LoraConfig(r=2, alpha=8))
+    bob, plain = alice.share_weights(settings), frozen(alice.settings)
+    alone = [EmbeddedEngine(one, OPTIONS) for one in (alice.settings, settings, plain)]
+    first = EmbeddedEngine(alice.settings, OPTIONS)
+    others = [EmbeddedEngine(one, OPTIONS, base=first) for one in (settings, plain)]
+    together = [first, *others]
+    places = {x.data_ptr() for name, x in first._module.named_parameters() if ".lora_" not in name}
+    for engine in others:
+        held = {x.data_ptr() for name, x in engine._module.named_parameters() if ".lora_" not in name}
+        assert held == places
+    before = drawn(first, 0)
+    for step, (index, trainer) in enumerate([(0, alice), (1, bob), (0, alice)]):
+        trainer.train(CALL, kit.whole(BATCH), step)
+        for engines in (alone, together):
+            loaded = engines[index].load_weights([IncomingWeights.of_tensors(trainer.weights)], step)
+            assert loaded.checksums == (weights_checksum(dict(trainer.weights())),)
+        for i in range(3):
+            assert drawn(together[i], i) == drawn(alone[i], i)
+    assert drawn(first, 0) != before
+    assert drawn(others[0], 0) != before
+
+
 def test_merging_by_hand():
     base = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     a, b = torch.tensor([[1.0, 10.0]]), torch.tensor([[2.0], [0.0]])
     assert torch.equal(merge(base, a, b, 0.5), torch.tensor([[2.0, 12.0], [3.0, 4.0]]))
+
+
+def test_merging_with_magnitudes_by_hand():
+    """V is [[3, 4], [6, 8]], whose rows have lengths 5 and 10."""
+    base, a = torch.tensor([[1.0, 2.0], [2.0, 4.0]]), torch.tensor([[1.0, 1.0]])
+    b, magnitude = torch.tensor([[4.0], [8.0]]), torch.tensor([10.0, 1.0])
+    wanted = torch.tensor([[6.0, 8.0], [0.6, 0.8]])
+    torch.testing.assert_close(merge(base, a, b, 0.5, magnitude), wanted)
+    squares = torch.tensor([25.0, 100.0])  # over both columns, of which each rank has one
+    halves = [merge(base[:, [i]], a[:, [i]], b, 0.5, magnitude, lambda own: squares) for i in (0, 1)]
+    torch.testing.assert_close(torch.cat(halves, 1), wanted)
+
+
+def test_a_step_with_magnitudes_by_hand():
+    """One matrix, with the gradient of equation 6 of the paper: lengths of rows are constants."""
+    layer = nn.Linear(2, 1, bias=False)
+    model = nn.Sequential(layer)
+    inject_adapter_in_model(PeftConfig(r=1, lora_alpha=1, target_modules=["0"]), model, "default")
+    add_magnitudes(model)
+    adapter = model[0]
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[1.0, 2.0]]))
+        adapter.lora_A["default"].weight.copy_(torch.tensor([[1.0, 1.0]]))
+        adapter.lora_B["default"].weight.fill_(2.0)
+        adapter.lora_magnitude_vector["default"].weight.fill_(10.0)
+    output = model(torch.tensor([[1.0, 0.0]]))
+    output.backward()
+    assert output.item() == pytest.approx(10 * 3 / 5)  # V is [3, 4], of length 5
+    assert adapter.lora_magnitude_vector["default"].weight.grad.item() == pytest.approx(3 / 5)
+    assert adapter.lora_B["default"].weight.grad.item() == pytest.approx(10 / 5)
 
 
 def test_unknown_targets_are_named(base):

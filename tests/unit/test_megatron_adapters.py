@@ -54,7 +54,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_logits_and_gradients_are_those_of_peft(base, rslora):
     """The log-probs and the gradient of their sum, with the same random adapters in peft's own model."""
     backend = adapted(base, lora=LoraConfig(r=4, alpha=8, rslora=rslora))
-    theirs = peft_kit.twin(backend, base, rslora=rslora)
+    theirs = peft_kit.twin(backend, base, backend.settings.lora)
     named = peft_kit.adapters(theirs)
     batch = BATCH.take([4])
     logprobs = peft_kit.learned_logprobs(theirs, batch)
@@ -87,7 +87,7 @@ def test_adapters_can_be_turned_off(base, dtype):
     frozen = dataclasses.replace(backend.settings, name="ref", lora=None, trainable=False)
     plain = logprobs(megatron("backend").MegatronModel(frozen, RankPosition()))
     np.testing.assert_array_equal(logprobs(backend), plain)  # B is 0
-    ref = backend.without_adapters(frozen)
+    ref = backend.share_weights(frozen)
     before = kit.weights(backend)
     for step in (0, 1):
         backend.train(kit.CALLS["token-mean"], kit.whole(BATCH), step)

@@ -20,12 +20,18 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 class Whole:
     """The same measures of whole logits, by torch's own log-softmax."""
 
-    def __init__(self, rows, matrix, temperature):
-        self.logprobs = torch.log_softmax(rows @ matrix.T / temperature, dim=-1)
+    def __init__(self, rows, matrix, temperature, sets=()):
+        logits = rows @ matrix.T / temperature
+        for row, ids in enumerate(sets):
+            if ids:
+                left_out = torch.ones(len(matrix), dtype=torch.bool).index_fill(0, torch.tensor(ids), False)
+                logits = logits.index_put((torch.tensor(row), left_out), torch.tensor(-torch.inf))
+        self.logprobs = torch.log_softmax(logits, dim=-1)
 
     def measure(self, names, ids):
         assert names == ["entropy", "logprobs"]
-        return -(self.logprobs.exp() * self.logprobs).sum(-1), self.logprobs.gather(1, ids[:, None])[:, 0]
+        finite = self.logprobs.masked_fill(self.logprobs.isinf(), 0)
+        return -(self.logprobs.exp() * finite).sum(-1), self.logprobs.gather(1, ids[:, None])[:, 0]
 
     def topk(self, k):
         return self.logprobs.topk(k, dim=-1)[::-1]
@@ -34,16 +40,18 @@ class Whole:
         return self.logprobs.gather(1, ids)
 
 
+@pytest.mark.parametrize("restricted", [False, True])
 @pytest.mark.parametrize("size", ranks.CHUNKS)
 @pytest.mark.parametrize("temperature", ranks.TEMPERATURES)
-def test_equals_whole_logits(results, temperature, size):
+def test_equals_whole_logits(results, temperature, size, restricted):
     rows, matrix, drawn, others = ranks.inputs()
     rows.requires_grad_()
     matrix.requires_grad_()
-    wanted, wanted_ids = ranks.measures(Whole(rows, matrix, temperature), drawn, others)
+    sets, others = (ranks.kept_sets(), drawn[:, None]) if restricted else ((), others)
+    wanted, wanted_ids = ranks.measures(Whole(rows, matrix, temperature, sets), drawn, others)
     ranks.combine(wanted).backward()
     for rank in (0, 1):
-        found, ids, rows_grad, part_grad = results[rank][temperature, size]
+        found, ids, rows_grad, part_grad = results[rank][temperature, size, restricted]
         assert torch.equal(ids, wanted_ids)
         for name, tensor in wanted.items():
             torch.testing.assert_close(found[name], tensor.detach(), atol=2e-5, rtol=1e-6)

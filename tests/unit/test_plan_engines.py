@@ -222,13 +222,19 @@ def test_what_cannot_run_is_planned_marked_and_refused_by_run(overrides: tuple[s
     assert str(refusal.value) in compiled.plan.unrunnable
 
 
-@pytest.mark.parametrize("option", ["top_p=0.9", "top_k=5"])
-def test_truncated_sampling_cannot_run_where_its_log_probs_are_used(option: str):
-    (reason,) = compile_recipe(GRPO, [f"nodes.actor_gen.{option}"]).plan.unrunnable
+@pytest.mark.parametrize("option", ["top_p=0.9", "top_k=5", "min_p=0.1"])
+def test_truncated_sampling_is_replayed_or_refused_where_its_log_probs_are_used(option: str):
+    generates = f"nodes.actor_gen.{option}"
+    assert compile_recipe(GRPO, [generates]).plan.unrunnable == ()
+    (reason,) = compile_recipe(GRPO, [generates, "nodes.actor_gen.sampling_replay=false"]).plan.unrunnable
     assert reason.endswith(
-        "Its log-probs are those of the truncated distribution, which actor_train cannot compare with those "
-        "of the model. Set nodes.actor_gen.top_p=1.0 nodes.actor_gen.top_k=0."
+        "Its log-probs are over that part, and actor_train would compare them with log-probs over all of it. "
+        "Set nodes.actor_gen.top_p=1.0 nodes.actor_gen.top_k=0 nodes.actor_gen.min_p=0.0, or "
+        "nodes.actor_gen.sampling_replay=true."
     )
+    reasons = compile_recipe(GRPO, [generates, "models.actor.gen.engine=vllm"]).plan.unrunnable
+    needs_top_k = "samples without top_k, but the engine vllm records at most top_k of the tokens"
+    assert [needs_top_k in found for found in reasons] == [True] * (option != "top_k=5")
     evaluated = [f"nodes.eval_gen.{option}", "nodes.eval_gen.temperature=1.0"]
     assert compile_recipe(GRPO, evaluated).plan.unrunnable == ()
 

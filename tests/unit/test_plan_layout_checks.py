@@ -9,6 +9,7 @@ from model_configs import model_config
 from plan_graphs import grpo, hardware_of
 
 from hflow.base.errors import PlanError
+from hflow.config.schema import ModelConfig, OptimConfig
 from hflow.planner.checks.layouts import check_layouts
 from hflow.planner.compile import compile_plan
 from hflow.planner.plan.cluster import ClusterSpec
@@ -144,3 +145,14 @@ def test_a_layout_passes_just_when_it_cuts_and_what_is_proposed_passes(
         proposed = refusal(str(layout), shape, backend).rpartition(": ")[2]
         assert Layout.parse(proposed).world == layout.world
         check(proposed, shape, backend)
+
+
+def test_copies_of_key_value_heads_are_not_quantised():
+    """Their blocks have other entries on each tensor rank, so the copies would become different."""
+    actor = Replica("actor@train", "actor", "train", "megatron", Layout.parse("t4"), ("all",), (), ())
+    cluster, shapes = ClusterSpec("test", "cpu", 1, 1024, 2**30), {"actor": replace(QWEN_7B, num_kv_heads=2)}
+    request = PlanRequest(cluster, hardware_of(cluster), 8, 1, shapes=shapes)
+    check_layouts((actor,), request)
+    models = {"actor": ModelConfig(optim=OptimConfig(name="adamw_8bit"))}
+    with pytest.raises(PlanError, match=r"copies of 2 key-value heads, which adamw_8bit .* 2 tensor ranks"):
+        check_layouts((actor,), replace(request, models=models))

@@ -6,6 +6,7 @@ import cost_kit
 import memory_kit as kit
 import plan_graphs as graphs
 import pytest
+import torch_kit
 from cost_kit import side
 from memory_kit import SMALL, named, rank
 from model_configs import model_config
@@ -14,12 +15,13 @@ from hflow.base.errors import PlanError
 from hflow.config.schema import LoraConfig
 from hflow.engines.vllm.memory import layer_being_loaded, process_state
 from hflow.graph.model import Model
+from hflow.models.adapter import base_buffers
 from hflow.planner.compile import compile_plan
 from hflow.planner.forecast.cost.flops import Work
 from hflow.planner.forecast.cost.kernels import pass_seconds
 from hflow.planner.forecast.cost.rank_collectives import Passes, tensor_collectives
 from hflow.planner.forecast.cost.training import local_weights, train
-from hflow.planner.forecast.memory import transfer
+from hflow.planner.forecast.memory import activations, transfer
 from hflow.planner.forecast.memory.parts import engine_weights
 from hflow.planner.plan.request import trained_shape
 from hflow.shapes.model_shape import Experts, adapter_targets, num_parameters, tensors
@@ -58,6 +60,48 @@ def test_weights_are_in_the_compute_dtype_and_only_adapters_have_moments():
     assert halves == {"weights": 4 * 80_416, "adapters": 2 * ADAPTERS, "optimizer": 4 * ADAPTERS}
     base = rank(role="infer")
     assert not memory.model_state(replace(base, replica=replace(base.replica, base_of="m@train")))
+
+
+def test_magnitudes_are_a_number_for_each_row():
+    """Of q and o 64, of k and v 32, of the MLP 128, 128 and 64, in 4 layers."""
+    shape = trained_shape(SMALL, replace(LORA, dora=True))
+    rows = 4 * (64 + 64 + 32 + 32 + 128 + 128 + 64)
+    assert num_parameters(shape) == ADAPTERS + rows
+    assert {spec.name: spec.shape for spec in tensors(shape)}[
+        "model.layers.1.mlp.up_proj.lora_magnitude_vector.weight"
+    ] == (128,)
+    batch, plain, dora = kit.microbatch(10), rank(lora=LORA), rank(lora=replace(LORA, dora=True))
+    kept = activations.kept_by_adapters(dora, batch) - activations.kept_by_adapters(plain, batch)
+    assert kept == 4 * 10 * rows // 4  # the outputs before they are scaled
+    assert activations.measured_matrix(dora) == 4 * 64 * 128
+
+
+def test_adapters_outside_of_layers():
+    """Of a vocabulary of 100."""
+    outer = replace(LORA, targets=("all-linear", "embed_tokens", "lm_head"))
+    specs = {spec.name: spec.shape for spec in tensors(trained_shape(SMALL, outer))}
+    assert specs["model.embed_tokens.lora_embedding_A"] == (4, 100)
+    assert specs["model.embed_tokens.lora_embedding_B"] == (64, 4)
+    assert (specs["lm_head.lora_A.weight"], specs["lm_head.lora_B.weight"]) == ((4, 64), (100, 4))
+    assert num_parameters(trained_shape(SMALL, outer)) == ADAPTERS + 2 * 4 * (100 + 64)
+    with pytest.raises(PlanError, match=r"no matrix 'embed_tokens' .* tied embedding have no adapters"):
+        trained_shape(replace(SMALL, is_tied=True), outer)
+
+
+def test_matrices_in_4_bits_are_whole_on_every_rank():
+    """Half a byte for each of 36,864 numbers of a layer, one for 64, and 1,096 for each of 7 matrices."""
+    rounded = replace(LORA, base="nf4")
+    of_layer = 36_864 // 2 + 36_864 // 64 + 7 * (4 + 4 + 4 * (16 + 256))
+    others = 160_832 - 4 * 36_864
+    for layout, share in (("d1", 1), ("d2", 2)):
+        state = named(memory.model_state(rank(layout=layout, lora=rounded, dtype="bf16")))
+        assert state["weights in 4 bits"] == 4 * of_layer
+        assert state["weights"] == 2 * others // share
+    engine = rank(backend="embedded", lora=rounded)
+    assert engine_weights(engine) == 4 * of_layer + 4 * (others + ADAPTERS)
+    merging = rank(backend="vllm", lora=rounded)
+    merging = replace(merging, replica=replace(merging.replica, merges_adapters=True))
+    assert engine_weights(merging) == engine_weights(rank(backend="vllm"))
 
 
 def test_tensor_ranks_of_megatron_divide_one_matrix_of_each_adapter():
@@ -167,8 +211,31 @@ def test_routes_have_the_adapters_alone():
             r"actor\.lora\.r is 64, but v_proj has only 32 rows or columns; set models\.actor\.lora\.r=32 or",
         ),
         (
-            {"lora": LoraConfig(targets=("embed_tokens",))},
-            "no matrix 'embed_tokens' .* embeddings, routers and experts have no adapters",
+            {"lora": LoraConfig(r=128, targets=("embed_tokens",))},
+            r"models\.actor\.lora\.r is 128, but embed_tokens has only 64 rows or columns",
+        ),
+        *(
+            (
+                {"lora": LoraConfig(r=4, **options), "backend": "megatron"},
+                rf"actor\.lora\.{text}, but the megatron backend cannot train that; set .*backend=torch",
+            )
+            for options, text in (
+                ({"dora": True}, "dora is set"),
+                ({"targets": ("q_proj", "lm_head")}, "targets has lm_head"),
+                ({"base": "nf4"}, "base is nf4"),
+            )
+        ),
+        (
+            {"lora": LoraConfig(r=4, dora=True, targets=("lm_head",))},
+            r"actor\.lora\.dora is set, but lm_head has no magnitudes; remove it from",
+        ),
+        (
+            {"lora": LoraConfig(r=4, base="nf4"), "compile": True},
+            r"base is nf4, whose products are not compiled; set models\.actor\.compile=false",
+        ),
+        (
+            {"lora": LoraConfig(r=4, base="nf4"), "ref": model_config(layout="d1")},
+            r"ref@infer would have a copy of the weights that is not rounded; give it .* of actor@train",
         ),
         (
             {"backend": "megatron", "kernels": "transformer_engine"},
@@ -201,11 +268,40 @@ def test_a_node_that_works_on_all_weights_is_refused():
         compile_plan(graphs.ema(), graphs.request(models=models, shapes=shapes))
 
 
-@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
-def test_the_memory_of_a_real_training_step(dtype):
-    lora = LoraConfig(r=8)
-    trained, _ = kit.real_peaks(kit.ARCHITECTURE, 8, 64, dtype=dtype, lora=lora)
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        ("fp32", {}),
+        *(
+            pytest.param(dtype, options, marks=pytest.mark.long)
+            for dtype, options in (
+                ("bf16", {}),
+                ("bf16", {"dora": True}),
+                ("fp32", {"dora": True}),
+                ("bf16", {"base": "nf4"}),
+                ("fp32", {"targets": ("all-linear", "embed_tokens", "lm_head")}),
+            )
+        ),
+    ],
+)
+def test_the_memory_of_a_real_training_step(dtype, options):
+    if "base" in options:
+        pytest.importorskip("bitsandbytes")
+    lora, architecture = LoraConfig(r=8, **options), kit.ARCHITECTURE | {"tie_word_embeddings": False}
+    trained, _ = kit.real_peaks(architecture, 8, 64, dtype=dtype, lora=lora)
     step = memory.train_step(
-        rank(kit.shape_of(kit.ARCHITECTURE), dtype=dtype, lora=lora), kit.microbatch(512, 384)
+        rank(kit.shape_of(architecture), dtype=dtype, lora=lora), kit.microbatch(512, 384)
     )
     assert step.total() == pytest.approx(trained, rel=0.15)
+
+
+@pytest.mark.parametrize("options", [{}, {"dora": True}, {"base": "nf4"}, {"targets": ("q_proj", "lm_head")}])
+def test_the_memory_of_a_real_model_between_steps(options):
+    if "base" in options:
+        pytest.importorskip("bitsandbytes")
+    lora, architecture = LoraConfig(r=8, **options), kit.ARCHITECTURE | {"tie_word_embeddings": False}
+    backend = torch_kit.model(architecture=architecture, dtype="bf16", lora=lora)
+    held = [*backend._runner.module.parameters(), *base_buffers(backend._model)]
+    state = named(memory.model_state(rank(kit.shape_of(architecture), dtype="bf16", lora=lora)))
+    del state["optimizer"]
+    assert sum(state.values()) == sum(x.nbytes for x in held)

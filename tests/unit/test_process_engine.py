@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import counting_stepper
@@ -20,14 +22,18 @@ from hflow.weights.incoming import IncomingWeights
 
 
 @pytest.fixture
-def engine() -> Iterator[ProcessEngine]:
+def launch() -> EngineLaunch:
     def arguments(directory: str, max_length: int) -> dict[str, int]:
         assert (Path(directory) / "config.json").exists()
         return {"scale": max_length}
 
     path = os.pathsep.join([str(Path(counting_stepper.__file__).parent), *sys.path])
     environment = {"COUNTING_ERROR": "no nine", "PYTHONPATH": path}
-    launch = EngineLaunch("counting", "counting_stepper:CountingStepper", environment, arguments)
+    return EngineLaunch("counting", "counting_stepper:CountingStepper", environment, arguments)
+
+
+@pytest.fixture
+def engine(launch: EngineLaunch) -> Iterator[ProcessEngine]:
     subject = ProcessEngine(EngineSetup(SETTINGS, {"max_model_len": 20}), launch)
     yield subject
     subject.close()
@@ -77,3 +83,31 @@ def test_a_killed_process_is_named(engine: ProcessEngine) -> None:
         finish(engine)
     engine.close()
     assert not directory.exists()
+
+
+def test_models_on_one_base_have_one_process(launch: EngineLaunch) -> None:
+    """Each gets its own answers and versions, while both threads wait, and both hear that it has failed."""
+    guest = EngineSetup(replace(SETTINGS, name="guest"), {"max_model_len": 15})
+    owner = ProcessEngine(EngineSetup(SETTINGS, {"max_model_len": 10}, guests=(guest,)), launch)
+    other = ProcessEngine(replace(guest, base=owner), launch)
+    with pytest.raises(BackendError, match="a prompt has 10 tokens, but the engine takes 1 to 9"):
+        owner.add(0, [1] * 10, SamplingParams())
+    engines = {4: owner, 7: other}
+    with ThreadPoolExecutor() as threads:
+        for _ in range(20):
+            for version, engine in engines.items():
+                engine.add(0, [version - 3], SamplingParams(max_tokens=4))
+            list(threads.map(lambda pair: pair[1].set_version(pair[0]), engines.items()))
+            for version, found in zip(engines, threads.map(finish, engines.values()), strict=True):
+                assert found[0].ids == tuple(range(version - 2, version + 2))
+                assert found[0].logprobs == (-15.0,) * 4  # it has room for the longest sequence of all
+                assert found[0].versions[-1] == version
+    owner.add(1, [1], SamplingParams(max_tokens=3))
+    other.close()  # the process is the owner's
+    assert finish(owner)[1].ids == (2, 3, 4)
+    other.add(2, [8], SamplingParams())
+    with pytest.raises(BackendError, match="no nine"):
+        finish(other)
+    with pytest.raises(BackendError, match="no nine"):
+        owner.set_version(1)
+    owner.close()

@@ -35,10 +35,13 @@ from hflow.workers.storage.sample_files import SampleFiles, SampleFilesReader
 from hflow.workers.storage.sample_store import SampleStore
 from hflow.workers.storage.sample_writer import SampleWriter
 
-MASS = RecordedKind("kept_mass", lambda shape: RowFormat("float32"), option="keep_mass")
+MASS = RecordedKind("kept_mass", lambda shape, options: RowFormat("float32"), option="keep_mass")
 """A number of each token, as the probability that top-p leaves would be."""
 STATE = RecordedKind(
-    "last_state", lambda shape: RowFormat("float16", (shape.hidden,)), option="keep_state", unit=Unit.SEQUENCE
+    "last_state",
+    lambda shape, options: RowFormat("float16", (shape.hidden,)),
+    option="keep_state",
+    unit=Unit.SEQUENCE,
 )
 """Several numbers of the sequence."""
 OPTIONS = {"keep_mass": True, "keep_state": True}

@@ -31,7 +31,7 @@ from hflow.data.batches.shared_prefix import share_prefixes
 from hflow.engines.embedded.engine import EmbeddedEngine
 from hflow.engines.interface import GenerationResult, SamplingParams
 from hflow.episodes.trajectories import append_messages, append_turn, prompt_trajectory
-from hflow.models.expert_replay import ReplayedExperts, routers_of
+from hflow.models.expert_replay import ReplayedExperts, choose_experts, routers_of
 from hflow.training.fsdp.backend import TorchModel
 from hflow.training.interface import NodeCall, TrainShard
 from hflow.types import Unit
@@ -116,6 +116,15 @@ def test_a_layer_computes_with_the_experts_that_it_is_told() -> None:
     num_rerouted = sum(n for n, other in zip(num_tokens.tolist(), differs, strict=True) if other)
     assert replayed.counts().tolist() == [num_rerouted, 6]
     assert num_rerouted > 0
+
+
+def test_experts_keep_the_order_of_the_engine() -> None:
+    """Their weights are those of the trainer's router, in the same order."""
+    probabilities = torch.tensor([[0.1, 0.2, 0.4, 0.3]] * 3)
+    rows = torch.tensor([[2, 3], [3, 2], [0, 1]], dtype=torch.uint8)
+    chosen, index = choose_experts(probabilities, 2, ReplayedExperts(rows, torch.ones(3).long()), 0)
+    assert index.tolist() == rows.tolist()
+    torch.testing.assert_close(chosen, torch.tensor([[0.4, 0.3], [0.3, 0.4], [0.1, 0.2]]))
 
 
 def test_recomputed_layers_and_small_microbatches_replay_the_same() -> None:

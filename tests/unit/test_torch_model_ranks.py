@@ -97,22 +97,25 @@ def test_offloading_changes_no_bit(ranks):
     assert all(torch.equal(weights[name], tensor) for name, tensor in others.items())
 
 
-def test_adapters(directory, ranks):
+@pytest.mark.parametrize("name", [name for name in torch_ranks.VARIANTS if name.endswith(("lora", "dora"))])
+def test_adapters(directory, ranks, name):
     pytest.importorskip("peft")
     """Adapters train, are turned off and on, and are merged over ranks as in one process."""
-    changes = torch_ranks.VARIANTS["lora"]
+    changes = torch_ranks.VARIANTS[name]
+    plain = {key: value for key, value in changes.items() if key != "lora"}
     batch, backend = kit.make_batch(kit.LENGTHS), kit.model(**changes)
     wanted = backend.train(kit.CALLS["token-mean"], kit.whole(batch), 5), kit.weights(backend)
-    *got, (without, later) = ranks["lora"]
+    *got, (without, later) = ranks[name]
     assert all(".lora_" in name for name in got[1])
     assert_same(got, wanted)
-    files = (directory / "lora" / "merged").glob("*.safetensors")
+    files = (directory / name / "merged").glob("*.safetensors")
     merged = {name: tensor for file in files for name, tensor in load_file(file).items()}
     for name, tensor in merged_weights(backend._model, backend._runner.module.head, "lm", torch.float32, 2.0):
         torch.testing.assert_close(merged[name], tensor, atol=1e-5, rtol=0)
-    assert merged.keys() == kit.weights(kit.model()).keys()
-    (base,) = kit.model().infer(kit.LOGPROBS, [batch])
-    np.testing.assert_allclose(without, base.columns["result"].values, atol=1e-5)
+    assert merged.keys() == kit.weights(kit.model(**plain)).keys()
+    (base,) = kit.model(**plain).infer(kit.LOGPROBS, [batch])
+    if changes["lora"].base is None:
+        np.testing.assert_allclose(without, base.columns["result"].values, atol=1e-5)
     metrics = backend.train(kit.CALLS["token-mean"], kit.whole(batch), 6)
     assert_same((metrics, later), (metrics, kit.weights(backend)))
 
@@ -125,6 +128,16 @@ def test_bf16_adapters_beside_bf16_weights(ranks):
     for name, tensor in ranks["lora recomputed in bf16"][1].items():
         assert tensor.dtype == torch.bfloat16
         torch.testing.assert_close(tensor, weights[name], atol=2e-2, rtol=0)
+
+
+@pytest.mark.parametrize("name", torch_ranks.SHARED)
+def test_models_on_one_base_are_those_with_their_own(ranks, name):
+    """Three with adapters, and a reference: bit for bit, and the base is there once, also over ranks."""
+    pytest.importorskip("peft")
+    batch = kit.make_batch(kit.LENGTHS)
+    here = torch_ranks.shared_base(None, batch, kit.whole(batch), torch_ranks.SHARED[name])
+    for equal in (here, *ranks[f"shared {name}"]):
+        assert dict.fromkeys(equal, True) == equal
 
 
 def test_bf16_is_the_same_up_to_its_precision(ranks):
@@ -164,7 +177,7 @@ def test_no_rank_has_memory_for_the_whole_model_while_it_draws_it(ranks):
 
 @pytest.mark.parametrize("name", torch_ranks.READ)
 def test_each_rank_reads_its_rows_of_a_checkpoint(directory, ranks, name):
-    if "lora" in name:
+    if "lora" in torch_ranks.VARIANTS[name]:
         pytest.importorskip("peft")
     loaded, trained = ranks[f"{name} read"]
     here = torch_ranks.from_checkpoint(directory, name, None)
@@ -212,11 +225,11 @@ def replicated(replicated_files: Path) -> dict:
     return torch.load(replicated_files / "replicated.pt", weights_only=False)
 
 
-@pytest.mark.parametrize("name", ["untied", "lora", "gradients summed once"])
+@pytest.mark.parametrize("name", ["untied", "lora", "dora", "gradients summed once"])
 @pytest.mark.long
 def test_two_sets_of_two_ranks_equal_one_process(replicated, name):
     """Gradients of several micro-batches are summed once, and each weight counts once in their norm."""
-    if name == "lora":
+    if "lora" in torch_ranks.VARIANTS[name]:
         pytest.importorskip("peft")
     assert_same(replicated[name], train_here(kit.CALLS["token-mean"], **torch_ranks.VARIANTS[name]))
 

@@ -78,6 +78,7 @@ VERL_CASES: list[dict[str, Any]] = [
         "data.val_max_samples": 100,
         **{f"{ROLLOUT}.val_kwargs.{key}": value for key, value in {"do_sample": True, "n": 2}.items()},
         **{f"{ROLLOUT}.val_kwargs.{key}": value for key, value in {"top_p": 0.9, "top_k": 5}.items()},
+        **{f"{ROLLOUT}.{key}": value for key, value in {"top_p": 0.95, "top_k": 50}.items()},
         f"{ROLLOUT}.val_kwargs.temperature": 0.6,
     },
     {
@@ -107,6 +108,7 @@ TRL_CASES: list[dict[str, Any]] = [
         "mask_truncated_completions": True,
     }
     | {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0}
+    | {"top_p": 0.95, "top_k": 50, "min_p": 0.02}
     | {"vllm_importance_sampling_clip_min": 0.5, "vllm_importance_sampling_correction": True}
     | {"vllm_tensor_parallel_size": 1, "vllm_mode": "colocate", "vllm_max_model_length": 900, "delta": 4.0},
     {**TRL_BASE, "use_vllm": True, "vllm_importance_sampling_cap": 2.0, "generation_batch_size": 64},
@@ -120,7 +122,16 @@ TRL_CASES: list[dict[str, Any]] = [
         "steps_per_generation": 4,
         "entropy_coef": 0.0,
     },
-    {**TRL_BASE, "loss_type": "dapo", "entropy_coef": 0.01, "use_peft": True, "lora_r": 8, "lora_alpha": 8}
+    {
+        **TRL_BASE,
+        "loss_type": "dapo",
+        "entropy_coef": 0.01,
+        "use_peft": True,
+        "lora_r": 8,
+        "lora_alpha": 8,
+        "use_dora": True,
+        "load_in_4bit": True,
+    }
     | {"lora_target_modules": ["q_proj"], "lora_dropout": 0.0},
     {**TRL_BASE, "loss_type": "vespo", "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0}
     | {"vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0, "off_policy_mask_threshold": 0.5},
@@ -464,6 +475,13 @@ def test_optimizers_have_their_names() -> None:
         key = f"models.{model}.optim"
         assert (settings[f"{key}.name"], settings[f"{key}.lr"]) == ("sgd", 0.1)
         assert f"{key}.betas" not in settings
+    for peer, values, model in (
+        (TRL, {**TRL_BASE, "optim": "adamw_bnb_8bit", "adam_beta2": 0.95}, "actor"),
+        (VERL, {"critic.optim.optimizer": "AdamW8bit", "critic.optim.betas": [0.9, 0.95]}, "critic"),
+    ):
+        settings = translated(peer, values)[0].settings
+        key = f"models.{model}.optim"
+        assert (settings[f"{key}.name"], settings[f"{key}.betas"]) == ("adamw_8bit", [0.9, 0.95])
 
 
 def test_masks_of_trl_that_another_loss_does_not_have_are_left() -> None:
@@ -499,7 +517,7 @@ def test_what_is_left_is_printed_by_kind(tmp_path: Path, hflow: CommandLine) -> 
         (f"{ACTOR}.use_kl_loss", 3, "3 was not understood; true or false is expected"),
         (f"{ROLLOUT}.n", 2.5, "2.5 was not understood; a whole number is expected"),
         ("algorithm.adv_estimator", "mine", "hflow has no counterpart of 'mine'"),
-        (f"{ROLLOUT}.top_p", 0.9, "samples are drawn from all tokens"),
+        (f"{ROLLOUT}.do_sample", False, "samples are drawn"),
         (f"{ACTOR}.kl_loss_type", "kl", ""),
     ],
 )

@@ -57,6 +57,13 @@ def test_adapters_have_buffers_of_the_next_rank_in_targeted_layers_only() -> Non
     found = engine_arguments(EngineSetup(settings, options), "model", 64)
     assert (found["enable_lora"], found["max_lora_rank"]) == (True, 16)
     assert found["lora_target_modules"] == ["q_proj", "up_proj"]
+    assert found["max_loras"] == 1
+    other = EngineSetup(replace(settings, lora=LoraConfig(r=2, targets=("v_proj",))), options)
+    frozen = EngineSetup(replace(SETTINGS, trainable=False), options)
+    shared = engine_arguments(EngineSetup(settings, options, guests=(other, frozen)), "model", 64)
+    assert (shared["max_loras"], shared["max_lora_rank"], shared["max_num_seqs"]) == (2, 16, 12)
+    assert shared["lora_target_modules"] == ["q_proj", "up_proj", "v_proj"]
+    assert shared["kv_cache_memory_bytes"] == 3 << 20
     merged = engine_arguments(EngineSetup(settings, {**options, "merges_adapters": True}), "model", 64)
     assert "enable_lora" not in merged
 

@@ -29,7 +29,8 @@ class Column:
     """One field of a batch.
 
     `values` is `[T]` or `[T, K]` for TOKEN, and `[S]` for SEQUENCE and GROUP, where a group's value is
-    repeated on its members. For the units of objects, such as TEXT, it is a list of S of them.
+    repeated on its members. For the units of objects, such as TEXT, it is a list of S of them. Records that
+    differ in their number of bytes are an array of `bytes` objects.
     """
 
     unit: Unit
@@ -39,7 +40,7 @@ class Column:
     def nbytes(self) -> int:
         """Bytes of the values: of texts in UTF-8, and of each image once."""
         if isinstance(self.values, np.ndarray):
-            return self.values.nbytes
+            return sum(map(len, self.values)) if self.values.dtype == object else self.values.nbytes
         if self.unit is Unit.PIXELS:
             images = {placed.image.digest: placed.image for images in self.values for placed in images}
             return sum(image.nbytes for image in images.values())

@@ -11,6 +11,7 @@ from hflow.planner.forecast.memory.cache_size import too_small_cache
 from hflow.planner.models.descriptors import EngineKind, ServedModel, Variation
 from hflow.planner.plan.traits import BackendTraits
 from hflow.shapes.architectures import DENSE_FAMILIES
+from hflow.types.kept_tokens import KEPT_TOKENS
 from hflow.types.routed_experts import ROUTED_EXPERTS
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def _make_replaying_engine(draws: Draws, setup: EngineSetup) -> Any:
 def _arguments(setup: EngineSetup) -> tuple[Any, ...]:
     """Return the arguments of `EmbeddedEngine`."""
     decode = None if setup.tokenizer is None else setup.tokenizer.decode_answer
-    return setup.settings, setup.options, setup.module, decode
+    return setup.settings, setup.options, setup.module, decode, setup.base
 
 
 def _check(served: ServedModel) -> Iterator[str]:
@@ -75,7 +76,10 @@ def _find_variation(device: str) -> Variation | None:
 ENGINE = EngineKind(
     name="embedded",
     traits=BackendTraits(
-        sharded_over_data="nothing", captured_families=DENSE_FAMILIES, records=(ROUTED_EXPERTS,)
+        sharded_over_data="nothing",
+        captured_families=DENSE_FAMILIES,
+        records=(ROUTED_EXPERTS, KEPT_TOKENS),
+        shares_base=True,
     ),
     factory=_make_engine,
     recording_factory=_make_recording_engine,

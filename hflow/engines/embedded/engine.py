@@ -27,6 +27,7 @@ from hflow.engines.embedded.dense_decoder import DenseDecoder
 from hflow.engines.embedded.expert_recorder import ExpertRecorder
 from hflow.engines.embedded.families import THROUGH_MODULES, own_forward_objection
 from hflow.engines.embedded.module import (
+    CommonParameters,
     FreedParameters,
     build_module,
     changing_tensors,
@@ -38,10 +39,12 @@ from hflow.engines.embedded.sampling import SamplingRows, draw
 from hflow.engines.embedded.step_images import StepImages
 from hflow.engines.interface import DrawnTokens, GenerationEngine, GenerationResult, SamplingParams
 from hflow.engines.request import Decode, GenerationRequest, new_request, stop_reason
+from hflow.models.adapter import adapter_weights, base_parameters
 from hflow.models.hf_config import family_of
 from hflow.models.settings import ModelSettings
 from hflow.types.engine import SleepLevel
 from hflow.types.image import PlacedImage
+from hflow.types.kept_tokens import KEPT_TOKENS
 from hflow.types.tensor_slices import whole_box
 from hflow.weights.incoming import IncomingWeights
 from hflow.weights.loading import HeldBoxes, LoadedWeights, load_verified
@@ -96,6 +99,7 @@ class EmbeddedEngine(GenerationEngine):
         options: Mapping[str, Any] | None = None,
         module: nn.Module | None = None,
         decode: Decode | None = None,
+        base: EmbeddedEngine | None = None,
     ) -> None:
         """Build the model.
 
@@ -105,6 +109,7 @@ class EmbeddedEngine(GenerationEngine):
             module: a trainer's module whose parameters the engine shares. Its owner calls `set_version` after
                 an update; `load_weights` raises.
             decode: token ids to text, for requests with stop strings.
+            base: an engine whose weights but adapters this one uses, if it shares none with a trainer.
 
         Raises:
             BackendError: if the engine does not support the model.
@@ -114,7 +119,7 @@ class EmbeddedEngine(GenerationEngine):
         self._options = EngineOptions.of(options or {})
         self._decode = decode
         self._shares_weights = module is not None
-        self._module = build_module(settings, module)
+        self._module: nn.Module = build_module(settings, module, None if base is None else base._module)
         decoder = _find_decoder(settings, self._module)
         family = family_of(self._module.config)
         self._vision = None if family is None else StepImages(self._module, family)
@@ -137,8 +142,15 @@ class EmbeddedEngine(GenerationEngine):
         self._rows: SamplingRows | None = None
         """Sampling parameters of the running requests; None after these have changed."""
         self._asleep = False
+        if base is None or self._shares_weights:
+            base_weights = base_parameters(self._module).values()
+            self._base = CommonParameters(() if self._shares_weights else base_weights)
+        else:
+            self._base = base._base
+        self._base.use()
+        """All weights but adapters."""
         self._freed: FreedParameters | None = None
-        """The weights' memory, while it is free."""
+        """The memory of its adapters, while it is free."""
         self._has_weights = True
         """False from the time that they are dropped until others are loaded."""
         self._cache: KVCache = self._new_cache(_PROBED_PAGES)
@@ -176,7 +188,7 @@ class EmbeddedEngine(GenerationEngine):
             self._max_length,
             self._vocab_size,
             self._decode,
-            self._recorder.kinds,
+            (*self._recorder.kinds, KEPT_TOKENS),
             images,
         )
         self._waiting.append(request)
@@ -255,14 +267,16 @@ class EmbeddedEngine(GenerationEngine):
         if not self._is_accelerated:
             return
         self._cache.drop()
-        if not self._shares_weights:
-            self._freed = FreedParameters(self._module, keep or self._has_adapters)
+        own = () if self._shares_weights else adapter_weights(self._module).values()
+        self._freed = FreedParameters(own, keep or self._has_adapters)
+        self._base.release(keep or self._has_adapters)
 
     @override
     def wake_weights(self) -> None:
         if self._freed is not None:
             self._freed.restore()
             self._freed = None
+            self._base.use()
 
     @override
     def wake_cache(self) -> None:
@@ -351,9 +365,9 @@ class EmbeddedEngine(GenerationEngine):
             params = [request.params for request in self._running]
             self._rows = SamplingRows.of(params, logits.shape[1], self._device)
         drawn = draw(logits, self._rows, self._lengths(), self._forced_tokens())
-        tokens, logprobs = drawn.tolist()  # host: drawn tokens are copied together
-        for request, token, logprob in zip(self._running, tokens, logprobs, strict=True):
-            request.append(int(token), logprob, self.version)
+        tokens, logprobs = drawn.values.tolist()  # host: drawn tokens are copied together
+        for request, token, logprob, kept in zip(self._running, tokens, logprobs, drawn.kept, strict=True):
+            request.append(int(token), logprob, self.version, kept)
 
     def _forced_tokens(self) -> Tensor | None:
         """Return tokens `[S]` to use in place of drawn ones; None to draw. A replay overrides it."""

@@ -17,7 +17,7 @@ from hflow.base.errors import BackendError, nearest
 from hflow.engines.embedded.attention import ATTENTION
 from hflow.engines.embedded.dense_decoder import join_projections
 from hflow.engines.embedded.families import own_forward_objection
-from hflow.models.adapter import adapter_weights, add_adapter
+from hflow.models.adapter import adapter_weights, add_adapter, share_parameters
 from hflow.models.device import local_device
 from hflow.models.dtypes import DTYPES
 from hflow.models.expert_tensors import stacked_views
@@ -26,13 +26,16 @@ from hflow.models.packed_attention import check_supported
 from hflow.models.settings import ModelSettings
 
 
-def build_module(settings: ModelSettings, shared: nn.Module | None) -> nn.Module:
+def build_module(
+    settings: ModelSettings, shared: nn.Module | None, base: nn.Module | None = None
+) -> nn.Module:
     """Build a Hugging Face causal LM in evaluation mode with the engine's attention.
 
     Args:
         settings: what to build.
         shared: a module of the same architecture whose parameters are used, so that a trainer's updates take
             effect at once; None for parameters of its own.
+        base: the module of another engine, whose parameters but adapters are used where `shared` is None.
 
     Raises:
         BackendError: if the engine does not support the architecture, dtype or module.
@@ -42,7 +45,10 @@ def build_module(settings: ModelSettings, shared: nn.Module | None) -> nn.Module
             f"model {settings.name!r} has dtype {settings.dtype!r}; set one of {sorted(DTYPES)}"
         )
     with translate_errors(settings.name):
-        module: Any = _new_module(settings) if shared is None else _sharing_module(settings, shared)
+        if shared is not None:
+            module: Any = _sharing_module(settings, shared)
+        else:
+            module = _new_module(settings) if base is None else _module_on(settings, base)
     check_supported(module)
     if "logits_to_keep" not in inspect.signature(module.forward).parameters:
         raise BackendError(
@@ -71,14 +77,30 @@ def _new_module(settings: ModelSettings) -> Any:
             module = _from_config(config, torch.float32)
         for weight in module.parameters():  # drawn as by the trainer: torch draws other numbers in bf16
             weight.data = weight.data.to(dtype)
-    if settings.lora is not None:
-        add_adapter(module, settings)
-        for weight in adapter_weights(module).values():  # in the precision in which the trainer uses them
-            weight.data = weight.data.to(dtype)
+    _add_adapter(module, settings)
     device = local_device(settings.device)
     if own_forward_objection(config.to_dict(), settings.lora is not None) is None:
         join_projections(module, device)
     return module.to(device)
+
+
+def _add_adapter(module: Any, settings: ModelSettings) -> None:
+    """Add the adapters that the settings have, in the precision in which the trainer uses them."""
+    if settings.lora is not None:
+        add_adapter(module, settings)
+        for weight in adapter_weights(module).values():
+            weight.data = weight.data.to(DTYPES[settings.dtype])
+
+
+def _module_on(settings: ModelSettings, base: nn.Module) -> Any:
+    """Build a module with adapters of its own on the other parameters, and the buffers, of `base`."""
+    with torch.device("meta"):
+        module: Any = _from_config(copy.deepcopy(base.config), DTYPES[settings.dtype])
+    _add_adapter(module, settings)
+    share_parameters(module, base)
+    for path, buffer in base.named_buffers(remove_duplicate=False):
+        _set_tensor(module, path, buffer)
+    return module.to(local_device(settings.device))
 
 
 def _from_config(config: Any, dtype: torch.dtype) -> Any:
@@ -114,17 +136,17 @@ def _set_tensor(module: nn.Module, path: str, tensor: torch.Tensor) -> None:
 
 
 class FreedParameters:
-    """The parameters of a module on an accelerator whose memory is free until `restore`.
+    """Parameters on an accelerator whose memory is free until `restore`.
 
     Parameter objects stay the same, so tied ones stay tied. Buffers are small and keep their memory.
 
     Args:
-        module: the module.
+        parameters: the parameters of a module.
         keep: whether to keep the values, in pinned host memory.
     """
 
-    def __init__(self, module: nn.Module, keep: bool) -> None:
-        self._tensors = [parameter.data for parameter in module.parameters()]
+    def __init__(self, parameters: Iterable[nn.Parameter], keep: bool) -> None:
+        self._tensors = [parameter.data for parameter in parameters]
         storages = [tensor.untyped_storage() for tensor in self._tensors]
         sizes = {storage.data_ptr(): (storage, storage.nbytes()) for storage in storages}
         self._storages = list(sizes.values())
@@ -139,6 +161,36 @@ class FreedParameters:
             storage.resize_(size)
         for tensor, copied in zip(self._tensors, self._copies or (), strict=False):
             tensor.copy_(copied, non_blocking=True)
+
+
+class CommonParameters:
+    """The parameters that several engines use, whose memory is free while all of these sleep.
+
+    Args:
+        parameters: the parameters of a module.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        self._num_users = 0
+        self._freed: FreedParameters | None = None
+
+    def use(self) -> None:
+        """Have one more engine use them."""
+        self._num_users += 1
+        if self._freed is not None:
+            self._freed.restore()
+            self._freed = None
+
+    def release(self, keep: bool) -> None:
+        """Have one engine less use them, and free the memory if it was the last one.
+
+        Args:
+            keep: whether to keep the values then.
+        """
+        self._num_users -= 1
+        if not self._num_users:
+            self._freed = FreedParameters(self._parameters, keep)
 
 
 def _pinned_copy(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from torch import Tensor
 from hflow.data.batches.device_copy import to_device
 from hflow.engines.interface import SamplingParams
 from hflow.models.seeds import seed_words, uniforms
+from hflow.types.kept_tokens import KEPT_TOKENS, pack_ids
 
 NUM_RANKED = 1024
 """Tokens that are ranked for `top_p` before the whole vocabulary is."""
@@ -36,13 +37,17 @@ class SamplingRows:
     """Sampling parameters of S sequences as columns."""
 
     words: np.ndarray[tuple[int], np.dtype[np.uint64]]
+    is_recorded: npt.NDArray[np.bool_]
+    """`[S]`: whether the tokens that are left are recorded, where some are left out."""
     temperature: Tensor | None
     """float32 `[S, 1]`, 1 for greedy sequences; None if it is 1 for all."""
     greedy: Tensor | None
     """bool `[S]`; None if no sequence is greedy."""
     top_k: Tensor | None
-    """int64 `[S, 1]`; None, as `top_p`, if no sequence restricts its tokens."""
+    """int64 `[S, 1]`; None, as `top_p` and `min_p`, if no sequence restricts its tokens."""
     top_p: Tensor | None
+    """float32 `[S, 1]`."""
+    min_p: Tensor | None
     """float32 `[S, 1]`."""
     num_ranked: int = 0
     """How many of the likeliest tokens are ranked before all are; see `_restrict`."""
@@ -51,34 +56,53 @@ class SamplingRows:
     def of(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> SamplingRows:
         """Make columns of parameters."""
         greedy = [p.temperature == 0 for p in params]
-        restricted = any(p.top_k or p.top_p < 1 for p in params)
         column = [[p.temperature or 1.0] for p in params]
         is_scaled = any(temperature != 1 for (temperature,) in column)
+        free = (vocab_size, 1.0, 0.0)
+        limits = [(min(p.top_k or vocab_size, vocab_size), p.top_p, p.min_p) for p in params]
+        limits = [free if is_greedy else limit for limit, is_greedy in zip(limits, greedy, strict=True)]
+        is_restricted = np.array([limit != free for limit in limits])
 
         def on_device(values: list[Any]) -> Tensor:
             return to_device(torch.tensor(values), device)
 
+        top_k, top_p, min_p = (
+            on_device([[value] for value in values]) if is_restricted.any() else None
+            for values in zip(*limits, strict=True)
+        )
         return cls(
             words=seed_words([p.seed for p in params]),
+            is_recorded=is_restricted & np.array([KEPT_TOKENS in p.record for p in params]),
             temperature=on_device(column) if is_scaled else None,
             greedy=on_device(greedy) if any(greedy) else None,
-            top_k=on_device([[p.top_k or vocab_size] for p in params]) if restricted else None,
-            top_p=on_device([[p.top_p] for p in params]) if restricted else None,
-            num_ranked=_num_ranked(params, vocab_size) if restricted else 0,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            num_ranked=_num_ranked(params, vocab_size) if is_restricted.any() else 0,
         )
 
     def take(self, rows: npt.NDArray[np.int64]) -> SamplingRows:
         """Return the columns of some sequences, in this order."""
-        columns = (self.temperature, self.greedy, self.top_k, self.top_p)
+        taken = replace(self, words=self.words[rows], is_recorded=self.is_recorded[rows])
+        columns = (self.temperature, self.greedy, self.top_k, self.top_p, self.min_p)
         if all(column is None for column in columns):
-            return replace(self, words=self.words[rows])
+            return taken
         device = next(column.device for column in columns if column is not None)
         index = to_device(torch.from_numpy(rows), device)
-        temperature, greedy, top_k, top_p = (
+        temperature, greedy, top_k, top_p, min_p = (
             None if column is None else column.index_select(0, index) for column in columns
         )
-        words = self.words[rows]
-        return replace(self, words=words, temperature=temperature, greedy=greedy, top_k=top_k, top_p=top_p)
+        return replace(taken, temperature=temperature, greedy=greedy, top_k=top_k, top_p=top_p, min_p=min_p)
+
+
+class Drawn(NamedTuple):
+    """The tokens of a step, on the host."""
+
+    values: Tensor
+    """float64 `[2, S]`: token ids, and their log-probs under `log_softmax(logits / temperature)` over the
+    tokens that the limits leave (temperature 1 and all tokens for greedy sequences)."""
+    kept: Sequence[bytes]
+    """The entry of `kept_tokens` of each sequence; empty where it is not recorded."""
 
 
 def draw(
@@ -86,7 +110,7 @@ def draw(
     rows: SamplingRows,
     positions: np.ndarray[tuple[int], np.dtype[np.int64]],
     forced: Tensor | None = None,
-) -> Tensor:
+) -> Drawn:
     """Draw a token for each row.
 
     Args:
@@ -94,40 +118,58 @@ def draw(
         rows: parameters of the S sequences.
         positions: int64 `[S]`, index of the token to draw in its sequence.
         forced: int64 `[S]`, tokens to use in place of drawn ones; None to draw.
-
-    Returns:
-        float64 `[2, S]` on the host: token ids, and their log-probs under `log_softmax(logits / temperature)`
-        over the whole vocabulary (temperature 1 for greedy sequences).
     """
     logits = logits.float() if rows.temperature is None else logits.float() / rows.temperature
     logprobs = torch.log_softmax(logits, dim=-1)
-    tokens, has_nucleus = (forced, None) if forced is not None else _sample(logprobs, rows, positions)
-    if has_nucleus is None:
-        return _copy_to_host(logprobs, tokens)
-    drawn = _copy_to_host(logprobs, tokens, has_nucleus)
-    if drawn[2].all():  # host: copied above
-        return drawn[:2]
-    ranking_all = replace(rows, num_ranked=logprobs.shape[1])
-    tokens, _ = _sample(logprobs, ranking_all, positions)
-    return _copy_to_host(logprobs, tokens)
+    drawn = _draw_ranked(logprobs, rows, positions, forced)
+    if drawn is None:
+        drawn = _draw_ranked(logprobs, replace(rows, num_ranked=logprobs.shape[1]), positions, forced)
+    assert drawn is not None, "all tokens are ranked"
+    return drawn
 
 
-def _copy_to_host(logprobs: Tensor, tokens: Tensor, *others: Tensor) -> Tensor:
-    """Return rows of values of each sequence, float64: tokens, their log-probs, and others."""
-    rows = [tokens, logprobs.gather(1, tokens[:, None])[:, 0], *others]
-    return torch.stack([row.double() for row in rows]).cpu()  # waits: once per decode step
+def _draw_ranked(
+    logprobs: Tensor,
+    rows: SamplingRows,
+    positions: np.ndarray[tuple[int], np.dtype[np.int64]],
+    forced: Tensor | None,
+) -> Drawn | None:
+    """Draw from what `_restrict` leaves; return None where that is not right."""
+    probabilities, is_right = _restrict(logprobs, rows)
+    tokens = _sample(probabilities, logprobs, rows, positions) if forced is None else forced
+    picked = logprobs.gather(1, tokens[:, None])
+    if rows.top_k is not None:
+        picked = picked - probabilities.sum(-1, keepdim=True).log().where(_is_restricted(rows, logprobs), 0)
+    columns = [tokens, picked[:, 0]]
+    if is_right is not None:
+        columns.append(is_right)
+    if rows.is_recorded.any():  # host: numpy
+        columns.append((probabilities > 0).sum(-1))
+    values = torch.stack([column.double() for column in columns]).cpu()  # waits: once per decode step
+    if is_right is not None and not values[2].all():  # host: copied above
+        return None
+    kept = [b""] * len(rows.words)
+    if rows.is_recorded.any():  # host: numpy
+        recorded = np.flatnonzero(rows.is_recorded)
+        counts = values[-1].numpy().astype(np.int64)[recorded]  # host: copied above
+        likeliest = probabilities.index_select(0, to_device(torch.from_numpy(recorded), logprobs.device))
+        # The second wait of the step, as the size of the copy depends on what is left.
+        ids = likeliest.topk(int(counts.max())).indices.int().cpu().numpy()  # waits: once per decode step
+        for row, of_row, count in zip(recorded, ids, counts, strict=True):
+            kept[row] = pack_ids(of_row[:count]) if count else b""
+    return Drawn(values[:2], kept)
 
 
 def _sample(
-    logprobs: Tensor, rows: SamplingRows, positions: np.ndarray[tuple[int], np.dtype[np.int64]]
-) -> tuple[Tensor, Tensor | None]:
-    """Return a token of each sequence, and whether it is right, as `_restrict` does."""
+    probabilities: Tensor,
+    logprobs: Tensor,
+    rows: SamplingRows,
+    positions: np.ndarray[tuple[int], np.dtype[np.int64]],
+) -> Tensor:
+    """Return a token of each sequence, int64 `[S]`."""
     uniform = to_device(torch.from_numpy(uniforms(rows.words, positions)), logprobs.device)
-    probabilities, has_nucleus = _restrict(logprobs, rows)
     tokens = _inverse_cdf(probabilities, uniform)
-    if rows.greedy is not None:
-        tokens = torch.where(rows.greedy, logprobs.argmax(-1), tokens)
-    return tokens, has_nucleus
+    return tokens if rows.greedy is None else torch.where(rows.greedy, logprobs.argmax(-1), tokens)
 
 
 def _inverse_cdf(probabilities: Tensor, uniform: Tensor) -> Tensor:
@@ -147,21 +189,25 @@ def _units(probabilities: Tensor) -> Tensor:
 
 
 def _restrict(logprobs: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor | None]:
-    """Return probabilities `[S, V]`, 0 outside the `top_k` likeliest tokens and, of these, the nucleus.
+    """Return probabilities `[S, V]`, 0 outside the tokens that the limits leave.
 
     The second result, bool `[S]`, says for which sequences they are right; None: for all.
 
-    The nucleus is the smallest set of likeliest tokens with at least `top_p` of the probability that `top_k`
-    leaves (Holtzman et al., "The curious case of neural text degeneration", 2020).
+    `min_p` leaves the tokens with at least this part of the likeliest one's probability (Nguyen et al.,
+    "Turning up the heat: min-p sampling", 2024), `top_k` the likeliest of these, and `top_p` the nucleus of
+    the rest: the smallest set of likeliest tokens with at least `top_p` of its probability (Holtzman et al.,
+    "The curious case of neural text degeneration", 2020).
 
     A whole vocabulary takes long to sort, so the `num_ranked` likeliest tokens are ranked. They have the
     nucleus unless the distribution is nearly flat. The host sees that with the tokens, and ranks all then.
     """
     probabilities = logprobs.exp()
-    if rows.top_k is None or rows.top_p is None:
+    if rows.top_k is None or rows.top_p is None or rows.min_p is None:
         return probabilities, None
     vocab_size = probabilities.shape[1]
-    is_free = (rows.top_k >= vocab_size) & (rows.top_p >= 1)
+    least_wanted = rows.min_p * probabilities.amax(-1, keepdim=True)
+    probabilities = probabilities.where(probabilities >= least_wanted, 0)
+    is_whole = (rows.top_k >= vocab_size) & (rows.top_p >= 1)
     ranked = probabilities.topk(rows.num_ranked, dim=-1).values
     has_whole_top_k = rows.top_k <= rows.num_ranked
     within = torch.arange(rows.num_ranked, device=ranked.device) < rows.top_k
@@ -177,8 +223,16 @@ def _restrict(logprobs: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor | No
     is_least = probabilities == least
     num_least = num_kept - (ranked > least).sum(-1, keepdim=True)
     is_kept = (probabilities > least) | (is_least & (is_least.cumsum(-1) <= num_least))
-    restricted = probabilities.where(is_free | is_kept, 0)
-    return restricted, (has_nucleus | is_free)[:, 0] if rows.num_ranked < vocab_size else None
+    restricted = probabilities.where(is_whole | is_kept, 0)
+    return restricted, (has_nucleus | is_whole)[:, 0] if rows.num_ranked < vocab_size else None
+
+
+def _is_restricted(rows: SamplingRows, logprobs: Tensor) -> Tensor:
+    """Return whether tokens of each sequence are left out: bool `[S, 1]`."""
+    assert rows.top_k is not None
+    assert rows.top_p is not None
+    assert rows.min_p is not None
+    return (rows.top_k < logprobs.shape[1]) | (rows.top_p < 1) | (rows.min_p > 0)
 
 
 def _num_ranked(params: Sequence[SamplingParams], vocab_size: int) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import cloudpickle
 from typing_extensions import override
 
+from hflow.data.text.tokenizer import TokenizerSettings
 from hflow.engines.interface import (
     DrawnTokens,
     EngineSetup,
@@ -55,15 +56,16 @@ class ProcessEngine(GenerationEngine):
     """Passes requests, results and weights between a worker and the process of its engine.
 
     The process draws tokens whether or not `step` is called. New requests are sent, and finished ones are
-    received, by `step`.
+    received, by `step`. Models on one base have one process, and an engine here each.
     """
 
     def __init__(self, setup: EngineSetup, launch: EngineLaunch) -> None:
-        """Start the process and build the engine in it.
+        """Start the process and build the engine in it, or use the process of the engine that is the base.
 
         Raises:
             BackendError: if the library cannot build the model.
         """
+        self._model = setup.settings.name
         config = read_config(setup.settings).get_text_config()
         self._max_length = _longest_sequence(setup, config)
         self._vocab_size = int(config.vocab_size)
@@ -74,6 +76,10 @@ class ProcessEngine(GenerationEngine):
         self._unfinished: set[int] = set()
         self._finished: list[tuple[int, GenerationResult]] = []
         """Received, but not returned yet."""
+        self._is_guest = setup.base is not None
+        if isinstance(setup.base, ProcessEngine):
+            self._process: EngineProcess = setup.base._process
+            return
         name = engine_name(setup, launch)
         self._process = EngineProcess(name, Path(setup.log) if setup.log else None)
         self._process.start(launch.environment, process_settings(setup, launch, self._process.directory))
@@ -104,24 +110,24 @@ class ProcessEngine(GenerationEngine):
         )
         new, forgotten = self._sent_images.take_new(images)
         if new or forgotten:
-            self._outbox.append(EngineCall("keep_images", (new, forgotten), has_reply=False))
+            self._outbox.append(self._call_of("keep_images", (new, forgotten)))
         self._unfinished.add(request_id)
-        self._outbox.append(EngineCall("add", ([request],), has_reply=False))
+        self._outbox.append(self._call_of("add", ([request],)))
 
     @override
     def cancel(self, request_id: int) -> None:
         self._unfinished.discard(request_id)
-        self._outbox.append(EngineCall("cancel", ([request_id],), has_reply=False))
+        self._outbox.append(self._call_of("cancel", ([request_id],)))
 
     @override
     def step(self) -> list[tuple[int, GenerationResult]]:
         """Send new requests, and return those that have finished. It waits for a few milliseconds at most."""
         self._flush()
         if not self._finished and isinstance(
-            message := self._process.receive(_STEP_SECONDS), FinishedRequests
+            message := self._process.receive(self._model, _STEP_SECONDS), FinishedRequests
         ):
             self._finished.extend(message.results)
-        while isinstance(message := self._process.receive(0), FinishedRequests):
+        while isinstance(message := self._process.receive(self._model, 0), FinishedRequests):
             self._finished.extend(message.results)
         return self._take_finished()
 
@@ -162,13 +168,17 @@ class ProcessEngine(GenerationEngine):
 
     @override
     def close(self) -> None:
-        self._process.close()
+        if not self._is_guest:
+            self._process.close()
 
     def _call(self, method: str, *arguments: Any) -> Any:
         """Let the process perform a call after those before it, and return its result."""
-        self._outbox.append(EngineCall(method, arguments, has_reply=True))
+        self._outbox.append(self._call_of(method, arguments, has_reply=True))
         self._flush()
-        return self._process.wait_reply(self._finished)
+        return self._process.wait_reply(self._model, self._finished)
+
+    def _call_of(self, method: str, arguments: tuple[Any, ...], *, has_reply: bool = False) -> EngineCall:
+        return EngineCall(self._model, method, arguments, has_reply)
 
     def _flush(self) -> None:
         if self._outbox:
@@ -195,21 +205,26 @@ def process_settings(setup: EngineSetup, launch: EngineLaunch, directory: Path) 
         launch: starts the engine's library.
         directory: a temporary directory, where the config of a model without a checkpoint is written.
     """
-    settings, config = setup.settings, read_config(setup.settings)
+    settings, config, together = setup.settings, read_config(setup.settings), (setup, *setup.guests)
     model = settings.path or write_config(settings, config, directory / "model")
     return ProcessSettings(
         name=engine_name(setup, launch),
         library=launch.library,
         stepper=launch.stepper,
         settings=settings,
-        arguments=launch.arguments(model, _longest_sequence(setup, config)),
+        arguments=launch.arguments(model, max(_longest_sequence(one, config) for one in together)),
         temporary=str(directory),
-        tokenizer=None if setup.tokenizer is None else setup.tokenizer.settings,
+        tokenizer=_tokenizer_settings(setup),
         cores=tuple(sorted({core for cores in setup.cores for core in cores})),
         reads_checkpoint=reads_checkpoint(setup),
         sleeps=setup.shares_devices and settings.device != "cpu",
-        records=setup.records,
+        records=tuple(sorted({kind for one in together for kind in one.records})),
+        guests=tuple((guest.settings, _tokenizer_settings(guest)) for guest in setup.guests),
     )
+
+
+def _tokenizer_settings(setup: EngineSetup) -> TokenizerSettings | None:
+    return None if setup.tokenizer is None else setup.tokenizer.settings
 
 
 def _longest_sequence(setup: EngineSetup, config: Any) -> int:

@@ -22,7 +22,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from hflow.base.errors import BackendError, HflowError, WorkerFailureError
-from hflow.data.text.tokenizer import TextTokenizer
+from hflow.data.text.tokenizer import TextTokenizer, TokenizerSettings
 from hflow.engines.process.engine_process import (
     EngineCall,
     EngineFailed,
@@ -48,7 +48,8 @@ class EngineLoop:
         self._connection = connection
         self._sending = threading.Lock()
         self._inbox: SimpleQueue[Sequence[EngineCall]] = SimpleQueue()
-        self._stepper: Stepper
+        self._steppers: dict[str, Stepper] = {}
+        """Model -> its stepper; the others' are guests of the first one's."""
         self._settings: ProcessSettings
         self._ranks: list[multiprocessing.process.BaseProcess] = []
         self._shared_memory: list[str] = []
@@ -59,11 +60,12 @@ class EngineLoop:
         threading.Thread(target=self._receive, name="hflow-receive", daemon=True).start()
         try:
             self._build(settings)
-            self._send(EngineReply(self._shared_memory))
+            self._send(EngineReply(settings.settings.name, self._shared_memory))
             while True:
                 self._perform(self._next_calls())
-                if self._stepper.num_unfinished and (finished := self._stepper.step()):
-                    self._send(FinishedRequests(finished))
+                for model, stepper in self._steppers.items():
+                    if stepper.num_unfinished and (finished := stepper.step()):
+                        self._send(FinishedRequests(model, finished))
         except HflowError as error:
             self._fail(error)
         except BaseException as error:  # noqa: BLE001  the worker raises it
@@ -77,8 +79,9 @@ class EngineLoop:
         build: Callable[[ProcessSettings, Decode | None], Stepper] = getattr(
             importlib.import_module(module), name
         )
-        tokenizer = None if settings.tokenizer is None else TextTokenizer(settings.tokenizer)
-        self._stepper = build(settings, None if tokenizer is None else tokenizer.decode_answer)
+        stepper = self._steppers[settings.settings.name] = build(settings, _decode(settings.tokenizer))
+        for model, tokenizer in settings.guests:
+            self._steppers[model.name] = stepper.make_guest(model, _decode(tokenizer))
         self._ranks = multiprocessing.active_children()
         self._shared_memory = _shared_memory([os.getpid(), *(rank.pid for rank in self._ranks if rank.pid)])
         if self._ranks:
@@ -89,20 +92,21 @@ class EngineLoop:
         calls: list[EngineCall] = []
         try:
             while True:
-                calls.extend(self._inbox.get(block=not calls and not self._stepper.num_unfinished))
+                is_idle = not calls and not any(one.num_unfinished for one in self._steppers.values())
+                calls.extend(self._inbox.get(block=is_idle))
         except Empty:
             return calls
 
     def _perform(self, calls: Sequence[EngineCall]) -> None:
         for call in calls:
-            method = getattr(self._stepper, call.method)
+            method = getattr(self._steppers[call.model], call.method)
             if not call.has_reply:
                 method(*call.arguments)
                 continue
             try:
-                self._send(EngineReply(method(*call.arguments)))
+                self._send(EngineReply(call.model, method(*call.arguments)))
             except HflowError as error:
-                self._send(EngineReply(error=error))
+                self._send(EngineReply(call.model, error=error))
 
     def _send(self, message: Any) -> None:
         with self._sending:
@@ -146,6 +150,10 @@ class EngineLoop:
                 rank.kill()
         remove_files(self._shared_memory)
         os._exit(code)
+
+
+def _decode(settings: TokenizerSettings | None) -> Decode | None:
+    return None if settings is None else TextTokenizer(settings).decode_answer
 
 
 def _shared_memory(processes: Sequence[int]) -> list[str]:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,11 +43,15 @@ class ProcessSettings:
     """Whether the engine frees its device memory while it sleeps."""
     records: tuple[str, ...]
     """What it records beside tokens, by kind."""
+    guests: tuple[tuple[ModelSettings, TokenizerSettings | None], ...] = ()
+    """Other models that use the weights of this one, beside adapters of their own."""
 
 
 class EngineCall(NamedTuple):
     """A method of `Stepper` to call. Calls are performed in the order of their sending."""
 
+    model: str
+    """The name of the model whose `Stepper` it is for."""
     method: str
     arguments: tuple[Any, ...]
     has_reply: bool
@@ -55,6 +61,7 @@ class EngineCall(NamedTuple):
 class EngineReply(NamedTuple):
     """The answer to a call."""
 
+    model: str
     value: Any = None
     error: Exception | None = None
     """The `HflowError` that the call raised. The process continues."""
@@ -63,6 +70,7 @@ class EngineReply(NamedTuple):
 class FinishedRequests(NamedTuple):
     """Requests that have finished."""
 
+    model: str
     results: list[tuple[int, GenerationResult]]
 
 
@@ -74,10 +82,12 @@ class EngineFailed(NamedTuple):
 
 
 _MODULE = "hflow.engines.process.engine_main"
+_REPLY_SECONDS = 0.1
+"""Longest time that one model waits for a message while others may not look for theirs."""
 
 
 class EngineProcess:
-    """The child process of one engine.
+    """The child process of one engine, which serves one or several models. Each has a thread here.
 
     Attributes:
         directory: a temporary directory, removed by `close`.
@@ -94,8 +104,12 @@ class EngineProcess:
         self._process = ChildProcess(name, _MODULE, advice, log)
         self.directory = self._process.directory
         self._shared_memory: list[str] = []
+        self._sending, self._receiving = threading.Lock(), threading.Lock()
+        self._arrived = defaultdict[str, deque[EngineReply | FinishedRequests]](deque)
+        """Model -> messages that came while another model waited for one of its own."""
+        self._failure: Exception | None = None
 
-    def start(self, environment: Mapping[str, str], first_message: Any) -> None:
+    def start(self, environment: Mapping[str, str], first_message: ProcessSettings) -> None:
         """Start the process and wait until its engine is built.
 
         Args:
@@ -108,7 +122,7 @@ class EngineProcess:
         self._process.start(environment)
         try:
             self._process.connection.send(first_message)
-            self._shared_memory = self.wait_reply([])
+            self._shared_memory = self.wait_reply(first_message.settings.name, [])
         except BaseException:
             self.close()
             raise
@@ -120,36 +134,46 @@ class EngineProcess:
             RunError: when the process has ended.
         """
         try:
-            self._process.connection.send(calls)
+            with self._sending:
+                self._process.connection.send(calls)
         except OSError:
-            self.receive(0)  # raises what ended it, if it could say so
+            self.receive(calls[0].model, 0)  # raises what ended it, if it could say so
             raise self._process.exit_error() from None
 
-    def receive(self, seconds: float) -> EngineReply | FinishedRequests | None:
-        """Return the next message; None if there is none within some seconds.
+    def receive(self, model: str, seconds: float) -> EngineReply | FinishedRequests | None:
+        """Return the next message for a model; None if there is none within some seconds.
 
         Raises:
             HflowError: when the process has failed or ended.
         """
         connection = self._process.connection
-        try:
-            if not connection.poll(seconds):
-                return None
-            message: EngineReply | FinishedRequests | EngineFailed = connection.recv()
-        except (EOFError, OSError):
-            raise self._process.exit_error() from None
-        if isinstance(message, EngineFailed):
-            raise message.error
-        return message
+        with self._receiving:
+            if self._arrived[model]:
+                return self._arrived[model].popleft()
+            if self._failure is not None:
+                raise self._failure
+            try:
+                if not connection.poll(seconds):
+                    return None
+                message: EngineReply | FinishedRequests | EngineFailed = connection.recv()
+            except (EOFError, OSError):
+                raise self._process.exit_error() from None
+            if isinstance(message, EngineFailed):
+                self._failure = message.error
+                raise message.error
+            if message.model == model:
+                return message
+            self._arrived[message.model].append(message)
+            return None
 
-    def wait_reply(self, finished: list[Any]) -> Any:
-        """Wait for a reply, and append the results that come before it to `finished`.
+    def wait_reply(self, model: str, finished: list[Any]) -> Any:
+        """Wait for a reply for a model, and append the results that come before it to `finished`.
 
         Raises:
             HflowError: what the call raised, or when the process has failed or ended.
         """
         while True:
-            message = self.receive(60.0)
+            message = self.receive(model, _REPLY_SECONDS)
             if isinstance(message, EngineReply):
                 if message.error is not None:
                     raise message.error

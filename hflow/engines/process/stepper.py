@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from hflow.engines.interface import DrawnTokens, GenerationResult
-from hflow.engines.request import GenerationRequest
+from hflow.engines.request import Decode, GenerationRequest
+from hflow.models.settings import ModelSettings
 from hflow.types.engine import SleepLevel
 from hflow.types.image import ProcessedImage
 
@@ -28,6 +29,18 @@ class Stepper(Protocol):
     @property
     def num_unfinished(self) -> int:
         """Number of requests that wait or run."""
+
+    def make_guest(self, settings: ModelSettings, decode: Decode | None) -> Stepper:
+        """Return the stepper of another model that uses the weights of this one, beside adapters of its own.
+
+        Its requests run together with those of this one. Called for each of `ProcessSettings.guests`, which
+        only an engine with the trait `shares_base` has.
+
+        Args:
+            settings: the other model's.
+            decode: finds its stop strings.
+        """
+        raise NotImplementedError
 
     def add(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests, which the worker has checked. Their images have no pixels: `keep_images`."""

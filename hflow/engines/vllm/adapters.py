@@ -1,46 +1,61 @@
 """Adapters beside the weights of a rank: vLLM's own LoRA, whose buffers new adapters are written to in place.
 
-vLLM computes every request with the one adapter that this module registers. Its projections of queries, keys
-and values are one layer with an adapter for each; tensor ranks hold slices.
+The adapters of each model have a slot in these buffers, and a request names its model. Projections of
+queries, keys and values are one layer with an adapter for each; tensor ranks hold slices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.request import LoRARequest
 
 from hflow.engines.vllm.hf_mapping import checked, checkpoint_path, held_by_module
 from hflow.engines.vllm.quantized_layers import loaded_parameters
+from hflow.shapes.model_shape import A, B
 from hflow.types.tensor_slices import Block, box_slices
-from hflow.weights.adapters import A, B, ScaledAdapters
+from hflow.weights.adapters import ScaledAdapters
 from hflow.weights.incoming import IncomingWeights
 from hflow.weights.loading import HeldBoxes, LoadedWeights, load_verified
 
-REQUEST = LoRARequest("adapter", 1, "adapter")
-"""Names the adapter in requests. vLLM would read its path only if it were not registered."""
+
+class AdapterSizes(NamedTuple):
+    """The adapters of a model."""
+
+    r: int
+    """The rank of each."""
+    targets: tuple[str, ...]
+    """The modules of the checkpoint that have some."""
+
+
+def adapter_request(model: str, slot: int) -> LoRARequest:
+    """Return the name of a model's adapters in requests. vLLM would read its path only if it were unknown."""
+    return LoRARequest(model, slot + 1, model)
 
 
 class HeldAdapters:
-    """The adapters of a rank, which are zero until others are loaded.
+    """A model's adapters on a rank, which are zero until others are loaded.
 
     Args:
         model_runner: vLLM's, of a model that it runs with LoRA.
-        r: rank of the adapters. vLLM's buffers may have a larger one; their other entries are zero.
+        request: the model's name in requests, which stays in the buffers.
+        lora: the model's adapters. vLLM's buffers may have a larger rank and further modules, which are zero.
 
     Raises:
         BackendError: if the model has a layer whose place in the checkpoint is unknown.
     """
 
-    def __init__(self, model_runner: Any, r: int) -> None:
-        loras = model_runner.lora_manager
-        loras.add_dummy_lora(REQUEST, rank=1)
-        loras._adapter_manager.activate_adapter(REQUEST.lora_int_id)  # sets all buffers to 0
-        self._held = held_adapters(model_runner.get_model(), r, loras.lora_config.target_modules)
+    def __init__(self, model_runner: Any, request: LoRARequest, lora: AdapterSizes) -> None:
+        manager = model_runner.lora_manager._adapter_manager
+        model_runner.lora_manager.add_dummy_lora(request, rank=1)
+        manager.activate_adapter(request.lora_int_id)  # sets all its buffers to 0
+        slot = manager.lora_index_to_id.index(request.lora_int_id)
+        self._held = held_adapters(model_runner.get_model(), slot, lora)
 
     def load(self, incoming: IncomingWeights, scale: float) -> LoadedWeights:
         """Write new adapters into the buffers, and check that these hold them.
@@ -66,14 +81,15 @@ class HeldAdapters:
         return () if held is None else ((held.box, held.values),)
 
 
-def held_adapters(model: nn.Module, r: int, targets: Sequence[str]) -> dict[str, Block]:
-    """Return a rank's part of each adapter's matrices.
+def held_adapters(model: nn.Module, slot: int, lora: AdapterSizes) -> dict[str, Block]:
+    """Return a rank's part of the matrices of a model's adapters.
 
     Args:
         model: a rank's model, in vLLM's layers with LoRA.
-        r: rank of the adapters.
-        targets: the modules of the checkpoint that have adapters.
+        slot: the place of these adapters in vLLM's buffers.
+        lora: the adapters.
     """
+    r, targets = lora
     packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     held: dict[str, Block] = {}
     for path, module in model.named_modules():
@@ -89,15 +105,15 @@ def held_adapters(model: nn.Module, r: int, targets: Sequence[str]) -> dict[str,
             if name.split(".")[-2] in targets:
                 num_held = rows[1] - rows[0]
                 for block in (
-                    Block(path_of_part + A, (r, num_columns), ((0, r), columns), a[0, 0, :r]),
-                    Block(path_of_part + B, (num_rows, r), (rows, (0, r)), b[0, 0, :num_held, :r]),
+                    Block(path_of_part + A, (r, num_columns), ((0, r), columns), a[slot, 0, :r]),
+                    Block(path_of_part + B, (num_rows, r), (rows, (0, r)), b[slot, 0, :num_held, :r]),
                 ):
                     held[block.tensor] = block
     return held
 
 
 def add_on_cpu(
-    _: Any,
+    wrapper: PunicaWrapperCPU,
     y: Tensor,
     x: Tensor,
     lora_a_stacked: Sequence[Tensor],
@@ -106,19 +122,31 @@ def add_on_cpu(
     output_slices: Sequence[int],
     **__: Any,
 ) -> None:
-    """Add the adapter's output to that of a layer, by two products for all tokens.
+    """Add the output of adapters to that of a layer, by two products for the tokens of each model.
 
     Replaces vLLM's, which on a CPU copies both matrices once for each token, as each could have another
     adapter.
 
     Args:
+        wrapper: knows the adapters of each token.
         y: `[T, O]`, the output of the layer's parts side by side.
         x: `[T, I]`.
-        lora_a_stacked: the matrix A of each part, `[1, 1, r, I]`.
-        lora_b_stacked: the matrix B of each part, `[1, 1, O of the part, r]`.
+        lora_a_stacked: the matrices A of each part, `[slots, 1, r, I]`.
+        lora_b_stacked: the matrices B of each part, `[slots, 1, O of the part, r]`.
         scale: the factor of the adapter's output.
         output_slices: the size O of each part.
     """
-    parts = y.split(list(output_slices), dim=-1)
-    for part, a, b in zip(parts, lora_a_stacked, lora_b_stacked, strict=True):
-        part.addmm_(x @ a[0, 0].T, b[0, 0].T, alpha=scale)
+    slots = wrapper.token_lora_indices[: len(x)]
+    for slot in slots.unique().tolist():
+        if slot < 0:  # a model without adapters
+            continue
+        rows = (slots == slot).nonzero().flatten()
+        is_only = len(rows) == len(x)
+        of_model = x if is_only else x[rows]
+        for part, a, b in zip(
+            y.split(list(output_slices), dim=-1), lora_a_stacked, lora_b_stacked, strict=True
+        ):
+            if is_only:
+                part.addmm_(of_model @ a[slot, 0].T, b[slot, 0].T, alpha=scale)
+            else:
+                part.index_add_(0, rows, (of_model @ a[slot, 0].T) @ b[slot, 0].T, alpha=scale)

@@ -22,7 +22,7 @@ from hflow.planner.plan.request import trained_shape
 from hflow.planner.plan.traits import traits
 from hflow.shapes.architectures import KNOWN_FAMILIES, knows_tensors
 from hflow.shapes.layout import RankOrder
-from hflow.shapes.model_shape import ModelShape
+from hflow.shapes.model_shape import EMBEDDING, OUTPUT, ModelShape
 
 if TYPE_CHECKING:
     from hflow.config.schema import LoraConfig
@@ -108,6 +108,12 @@ ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 def find_merging(served: ServedModel) -> str | None:
     """Return the reason why vLLM cannot compute with adapters beside its weights; None if it can."""
     lora = served.config.lora
+    if lora is not None and lora.dora:
+        return "vllm's own adapters have no magnitudes (dora)"
+    if lora is not None and lora.base is not None:
+        return f"its weights are rounded as the trainer's are (base={lora.base})"
+    if lora is not None and {EMBEDDING, OUTPUT}.intersection(lora.targets):
+        return "hflow adds those of embedding and output matrix to the weights of vllm"
     if lora is not None and lora.r > ADAPTER_RANKS[-1]:
         return f"vllm has no buffers for rank {lora.r} (at most {ADAPTER_RANKS[-1]})"
     if is_gpu(served.cluster.device) and served.config.compute_dtype != "bf16":
@@ -146,6 +152,12 @@ def check(served: ServedModel) -> Iterator[str]:
     if (problem := head_size_problem(shape, served.cluster.device)) is not None:
         yield f"{replica.name}: {problem}. Set {key}.gen.engine=embedded."
     yield from _unquantizable(served, shape)
+    lora, tensor = served.config.lora, replica.layout.tensor
+    if lora is not None and lora.base is not None and tensor > 1:
+        yield (
+            f"{replica.name} has {tensor} tensor ranks, but {key}.lora.base={lora.base} rounds whole "
+            f"matrices. Set {key}.gen.layout=t1, {key}.gen.engine=embedded, or remove {key}.lora.base."
+        )
     if shape.num_heads % served.replica.layout.tensor == 0:
         yield from too_small_cache(served, shape, smallest_cache)
     yield from _ranks_apart(served)

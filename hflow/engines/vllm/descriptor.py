@@ -18,6 +18,7 @@ from hflow.engines.vllm.checks import (
 from hflow.planner.models.descriptors import EngineKind, ServedModel, TrialRun, Variation
 from hflow.planner.plan.traits import BackendTraits
 from hflow.shapes.architectures import KNOWN_FAMILIES
+from hflow.types.kept_tokens import KEPT_TOKENS
 from hflow.types.routed_experts import ROUTED_EXPERTS
 
 if TYPE_CHECKING:
@@ -139,7 +140,9 @@ ENGINE = EngineKind(
         adapter_ranks=ADAPTER_RANKS,
         schedules_ahead_on=SCHEDULES_AHEAD_ON,
         quantizations=("fp8",),
-        records=(ROUTED_EXPERTS,),
+        records=(ROUTED_EXPERTS, KEPT_TOKENS),
+        records_up_to_top_k=True,
+        shares_base=True,
     ),
     factory=_make_engine,
     memory=memory,

@@ -16,7 +16,9 @@ from hflow.engines.interface import EngineSetup
 from hflow.engines.vllm.checks import SCHEDULES_AHEAD_ON, adapter_buffers
 from hflow.engines.vllm.memory import UNPLANNED_FRACTION, cache_without_plan, graph_sizes, step_tokens
 from hflow.models.hf_config import read_config
+from hflow.models.settings import ModelSettings
 from hflow.shapes.architectures import read_shape
+from hflow.types.kept_tokens import KEPT_TOKENS
 from hflow.types.routed_experts import ROUTED_EXPERTS
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -65,12 +67,15 @@ def environment(setup: EngineSetup) -> dict[str, str]:
 def engine_arguments(setup: EngineSetup, directory: str, max_length: int) -> dict[str, Any]:
     """Return the arguments of vLLM's engine (fields of its `EngineArgs`).
 
+    It has room for as much as engines of its guests would have.
+
     Args:
         setup: the model, and the limits of the engine.
         directory: with the model's `config.json`, and its weights if it has a path.
         max_length: maximum tokens of a sequence, prompt included.
     """
-    on_cpu, max_running = setup.settings.device == "cpu", setup.options["max_running"]
+    on_cpu = setup.settings.device == "cpu"
+    max_running = sum(one.options["max_running"] for one in (setup, *setup.guests))
     return {
         "model": directory,
         "dtype": _DTYPES[setup.settings.dtype],
@@ -86,26 +91,40 @@ def engine_arguments(setup: EngineSetup, directory: str, max_length: int) -> dic
         "distributed_executor_backend": "mp" if setup.tensor > 1 else "uni",
         "enforce_eager": on_cpu,
         "logprobs_mode": "processed_logprobs",
+        # Its own limit is 20. The stepper asks for those that sampling leaves.
+        **({"max_logprobs": -1} if KEPT_TOKENS in setup.records else {}),
         "disable_log_stats": True,
         "worker_extension_cls": _RANK_EXTENSION,
         **({} if on_cpu else _cuda_options(max_running)),
         **_QUANTIZATIONS[setup.options.get("quantization")],
         **(_recording(on_cpu) if ROUTED_EXPERTS in setup.records else {}),
         **_adapters(setup),
-        **_memory(setup, max_length),
+        **_memory(setup, max_running, max_length),
     }
 
 
 def _adapters(setup: EngineSetup) -> dict[str, Any]:
     """Return the options with which vLLM computes adapters beside the weights."""
-    lora = setup.settings.lora
-    if lora is None or setup.options.get("merges_adapters"):
+    models = [one.settings for one in (setup, *setup.guests) if one.settings.lora is not None]
+    if not models or setup.options.get("merges_adapters"):
         return {}
-    shape = read_shape(read_config(setup.settings).to_dict())
+    buffers = [buffers_of(settings) for settings in models]
+    modules = dict.fromkeys(module for _, targets in buffers for module in targets)
+    return {
+        "enable_lora": True,
+        "max_loras": len(models),
+        "max_lora_rank": max(rank for rank, _ in buffers),
+        # Without a list of modules, the embedding and the output matrix would have buffers too.
+        "lora_target_modules": list(modules),
+    }
+
+
+def buffers_of(settings: ModelSettings) -> tuple[int, tuple[str, ...]]:
+    """Return the rank of vLLM's buffers of a model's adapters, and the modules that have some."""
+    shape = read_shape(read_config(settings).to_dict())
     assert shape is not None, "the plan refuses models whose tensors are unknown"
-    rank, modules = adapter_buffers(shape, lora)
-    # Without a list of modules, the embedding and the output matrix would have buffers too.
-    return {"enable_lora": True, "max_lora_rank": rank, "lora_target_modules": list(modules)}
+    assert settings.lora is not None, "the model has no adapters"
+    return adapter_buffers(shape, settings.lora)
 
 
 def _cuda_options(max_running: int) -> dict[str, Any]:
@@ -139,14 +158,16 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def _memory(setup: EngineSetup, max_length: int) -> dict[str, Any]:
+def _memory(setup: EngineSetup, max_running: int, max_length: int) -> dict[str, Any]:
     """Return the size of the KV cache: the plan's, or one for a CPU, as vLLM does not choose that."""
-    cache = setup.options.get("cache_bytes")
+    options = [one.options for one in (setup, *setup.guests)]
+    is_planned = all("cache_bytes" in one for one in options)
+    cache = sum(one["cache_bytes"] for one in options) if is_planned else None
     if cache is None and setup.settings.device == "cpu":
         cache = cache_without_plan(
             read_config(setup.settings).get_text_config(),
             setup.settings.dtype,
-            setup.options["max_running"],
+            max_running,
             max_length,
             setup.tensor,
         )

@@ -205,8 +205,11 @@ def process_state(rank: Rank, overhead: int) -> Items:
     """Return the memory that the engine's own processes keep in all phases, beside weights and cache.
 
     With several tensor ranks, each has a process beside that of the engine. On a CPU the memory of the
-    latter is spread over the ranks, and weights that adapters are merged with have a copy there.
+    latter is spread over the ranks, and weights that adapters are merged with have a copy there. An engine
+    that uses the weights of another one is in the processes of that one.
     """
+    if rank.replica.base_of:
+        return Items()
     if rank.on_cpu:
         num_processes = 1 if rank.tensor == 1 else 1 + 1 / rank.tensor
         process = item(MemoryCategory.RUNTIME, round(num_processes * CPU_PROCESS_BYTES), "process")

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 from torch import Tensor, nn
 from typing_extensions import override
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -24,6 +25,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
 from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
@@ -35,11 +37,12 @@ from vllm.platforms import current_platform
 from vllm.v1.worker import gpu_worker
 
 from hflow.base.errors import HflowError
-from hflow.engines.vllm.adapters import HeldAdapters, add_on_cpu
+from hflow.engines.vllm.adapters import AdapterSizes, HeldAdapters, add_on_cpu
 from hflow.engines.vllm.hf_mapping import checked, checkpoint_path, held_by_module, held_tensors
 from hflow.engines.vllm.quantized_layers import QuantizedLayers
 from hflow.models.expert_tensors import file_tensors
 from hflow.models.host_copy import HostCopies
+from hflow.models.nf4 import is_rounded, rounded
 from hflow.processes.cores import bind_to_socket
 from hflow.types.tensor_slices import Block
 from hflow.weights.adapters import MergedWeights
@@ -62,6 +65,8 @@ class _UpdateInfo(WeightTransferUpdateInfo):
     """The rank's `IncomingWeights`, pickled."""
     scale: float | None = None
     """The factor of adapters' output, if adapters are what comes in."""
+    rounds_base: bool = False
+    """Whether the trainer's matrices beside adapters are rounded to 4 bits."""
 
 
 class Outcome(NamedTuple):
@@ -103,7 +108,7 @@ class HflowWeightTransfer(WeightTransferEngine[_InitInfo, _UpdateInfo]):
     def receive_weights(self, update_info: _UpdateInfo) -> None:
         """Receive, load and check all weights of a version."""
         try:
-            incoming = self._weights(cloudpickle.loads(update_info.incoming), update_info.scale)
+            incoming = self._weights(cloudpickle.loads(update_info.incoming), update_info)
             loaded = load_verified(incoming, self._load, self._boxes, self._quantized.checksums)
             self._quantized.check()
             self.outcome = Outcome(loaded=loaded)
@@ -111,7 +116,7 @@ class HflowWeightTransfer(WeightTransferEngine[_InitInfo, _UpdateInfo]):
             self.outcome = Outcome(error=error)
             self._finish()  # the model is whole again, with undefined weights
 
-    def _weights(self, incoming: IncomingWeights, scale: float | None) -> IncomingWeights:
+    def _weights(self, incoming: IncomingWeights, update_info: _UpdateInfo) -> IncomingWeights:
         """Return the weights of the whole model."""
         return incoming
 
@@ -147,7 +152,7 @@ class AdapterTransfer(HflowWeightTransfer):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._base: dict[str, Block] = {}
-        self._copies = HostCopies()
+        self._copies, self._is_rounded = HostCopies(), False
         places: set[int] = set()
         with self._copies.copying():
             for name, held in self._held.items():
@@ -157,9 +162,16 @@ class AdapterTransfer(HflowWeightTransfer):
         self._target = next(self.model.parameters()).device
 
     @override
-    def _weights(self, incoming: IncomingWeights, scale: float | None) -> IncomingWeights:
+    def _weights(self, incoming: IncomingWeights, update_info: _UpdateInfo) -> IncomingWeights:
+        scale = update_info.scale
         assert scale is not None, "adapters come with their scale"
-        return MergedWeights(incoming, self._base, scale, self._target)
+        if update_info.rounds_base and not self._is_rounded:
+            for name, held in self._base.items():
+                if is_rounded(name, held.shape):
+                    held.values.copy_(rounded(held.values))
+            self._is_rounded = True
+        sum_over_ranks = get_tp_group().all_reduce
+        return MergedWeights(incoming, self._base, scale, self._target, sum_over_ranks)
 
 
 class RankExtension:
@@ -168,25 +180,28 @@ class RankExtension:
     rank: int
     weight_transfer_engine: HflowWeightTransfer
     model_runner: Any
-    hflow_adapters: HeldAdapters
+    hflow_adapters: dict[str, HeldAdapters]
 
     def hflow_outcome(self) -> Outcome:
         """Return the result of this rank's last weight update."""
         return self.weight_transfer_engine.outcome
 
-    def hflow_add_adapters(self, r: int) -> None:
-        """Register adapters that are zero, of a model that runs with LoRA."""
-        self.hflow_adapters = HeldAdapters(self.model_runner, r)
+    def hflow_add_adapters(self, adapters: Sequence[tuple[LoRARequest, AdapterSizes]]) -> None:
+        """Register adapters that are zero, of one or several models that run with LoRA."""
+        self.hflow_adapters = {
+            request.lora_name: HeldAdapters(self.model_runner, request, lora) for request, lora in adapters
+        }
 
-    def hflow_load_adapters(self, incoming: Sequence[bytes], scale: float) -> Outcome:
-        """Load and check this rank's adapters of a version.
+    def hflow_load_adapters(self, model: str, incoming: Sequence[bytes], scale: float) -> Outcome:
+        """Load and check this rank's adapters of a version of a model.
 
         Args:
+            model: the model's name.
             incoming: the `IncomingWeights` of all ranks, pickled.
             scale: alpha / r.
         """
         try:
-            return Outcome(self.hflow_adapters.load(cloudpickle.loads(incoming[self.rank]), scale))
+            return Outcome(self.hflow_adapters[model].load(cloudpickle.loads(incoming[self.rank]), scale))
         except HflowError as error:
             return Outcome(error=error)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,11 +18,13 @@ from vllm.config import CompilationMode, VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -31,10 +34,12 @@ from hflow.engines.process.engine_process import ProcessSettings
 from hflow.engines.process.stepper import Results, Stepper
 from hflow.engines.request import Decode, GenerationRequest, stop_reason
 from hflow.engines.vllm import rank
-from hflow.engines.vllm.adapters import REQUEST
+from hflow.engines.vllm.adapters import AdapterSizes, adapter_request
 from hflow.engines.vllm.compile_turn import compile_turn
 from hflow.engines.vllm.expert_rows import ExpertRows
 from hflow.engines.vllm.images import ImageInputs
+from hflow.engines.vllm.kept_rows import kept_entry, num_candidates
+from hflow.engines.vllm.launch_options import buffers_of
 from hflow.models.drawn_weights import drawn_weights
 from hflow.models.dtypes import DTYPES
 from hflow.models.expert_tensors import stacked_views
@@ -43,6 +48,7 @@ from hflow.models.seeds import request_seed
 from hflow.models.settings import ModelSettings
 from hflow.types.engine import SleepLevel
 from hflow.types.image import ProcessedImage
+from hflow.types.kept_tokens import KEPT_TOKENS
 from hflow.types.routed_experts import ROUTED_EXPERTS, routing_format
 from hflow.weights.incoming import IncomingWeights
 from hflow.weights.loading import LoadedWeights
@@ -79,12 +85,13 @@ class VllmStepper(Stepper):
     vLLM schedules and samples. With asynchronous scheduling, a step is in flight while this process handles
     the tokens of the one before. It ends before weights change or requests are removed, so a token has the
     version of the weights that its step started with.
+
+    There is one for each model on the weights. All have the same vLLM, whose steps are for all requests.
     """
 
     def __init__(self, settings: ProcessSettings, decode: Decode | None) -> None:
         """Build vLLM's engine, in this process and its ranks."""
         self._settings = settings
-        self._decode = decode
         config = engine_config(settings)
         with _compile_turn(config):
             self._engine = LLMEngine.from_vllm_config(
@@ -93,14 +100,29 @@ class VllmStepper(Stepper):
         self._core = self._engine.engine_core
         self._num_ranks: int = settings.arguments["tensor_parallel_size"]
         self._tasks = self._engine.get_supported_tasks()
-        self._lora = settings.settings.lora if _has_adapter_buffers(settings) else None
-        """The adapters beside the weights; None: there are none, or they are merged."""
-        if self._lora is not None:
-            self._engine.collective_rpc("hflow_add_adapters", args=(self._lora.r,))
+        self._adapter_requests = self._add_adapters() if _has_adapter_buffers(settings) else {}
+        """Model with adapters beside the weights -> its name in requests."""
         self._expert_rows = self._read_expert_rows() if ROUTED_EXPERTS in settings.records else None
-        self._inputs = ImageInputs(settings.settings)
+        self._vocab_size = int(config.model_config.get_vocab_size())
+        self._counter = itertools.count()
+        self._steppers: dict[str, VllmStepper] = {}
+        """Model -> its stepper."""
+        self._asleep: set[str] = set()
+        """Models that sleep."""
+        self._without_cache: set[str] = set()
+        """Models that have slept and did not need the cache since."""
+        self._start(settings.settings, decode)
+
+    def _start(self, model: ModelSettings, decode: Decode | None) -> None:
+        """Begin to serve one of the models."""
+        self._model = model
+        self._decode = decode
+        self._steppers[model.name] = self
+        self._request = self._adapter_requests.get(model.name)
+        """The name of its adapters, if they are beside the weights."""
+        self._inputs = ImageInputs(model)
         self._version = 0
-        self._has_weights = settings.reads_checkpoint
+        self._has_weights = self._settings.reads_checkpoint
         """Whether the weights are those of a version: those of a checkpoint, or what was loaded, until they
         are dropped."""
         self._requests: dict[str, GenerationRequest] = {}
@@ -108,7 +130,24 @@ class VllmStepper(Stepper):
         """What steps finished that a change of weights waited for, until the next `step` returns it."""
         self._names: dict[int, str] = {}
         """Request id -> the name that vLLM knows it by, which it must not see twice."""
-        self._counter = itertools.count()
+
+    @override
+    def make_guest(self, settings: ModelSettings, decode: Decode | None) -> VllmStepper:
+        guest = copy.copy(self)
+        guest._start(settings, decode)
+        return guest
+
+    def _add_adapters(self) -> dict[str, LoRARequest]:
+        """Register adapters of all models that have some; return the names in their requests."""
+        models = (self._settings.settings, *(model for model, _ in self._settings.guests))
+        adapters: list[tuple[LoRARequest, AdapterSizes]] = []
+        for model in models:
+            if model.lora is not None:
+                _, targets = buffers_of(model)
+                sizes = AdapterSizes(model.lora.r, targets)
+                adapters.append((adapter_request(model.name, len(adapters)), sizes))
+        self._engine.collective_rpc("hflow_add_adapters", args=(adapters,))
+        return {request.lora_name: request for request, _ in adapters}
 
     @property
     @override
@@ -122,9 +161,9 @@ class VllmStepper(Stepper):
             core_request = self._engine.input_processor.process_inputs(
                 name,
                 self._inputs.of(request),
-                _sampling_params(request),
+                _sampling_params(request, self._vocab_size),
                 self._tasks,
-                lora_request=None if self._lora is None else REQUEST,
+                lora_request=self._request,
             )
             self._core.add_request(core_request)
             self._requests[name] = request
@@ -179,7 +218,7 @@ class VllmStepper(Stepper):
     def load_weights(self, incoming: Sequence[bytes], version: int) -> LoadedWeights:
         self._end_steps()
         self._has_weights = False
-        outcomes = self._load_weights(incoming) if self._lora is None else self._load_adapters(incoming)
+        outcomes = self._load_weights(incoming) if self._request is None else self._load_adapters(incoming)
         for outcome in outcomes:
             if outcome.error is not None:
                 raise outcome.error
@@ -190,9 +229,9 @@ class VllmStepper(Stepper):
     def _load_weights(self, incoming: Sequence[bytes]) -> list[rank.Outcome]:
         """Let every rank replace its weights; adapters are merged into them."""
         self._engine.collective_rpc("start_weight_update")
-        lora = self._settings.settings.lora
-        scale = {} if lora is None else {"scale": lora.scale}
-        updates = [{"incoming": data, **scale} for data in incoming]
+        lora = self._model.lora
+        of_adapters = {} if lora is None else {"scale": lora.scale, "rounds_base": lora.base is not None}
+        updates = [{"incoming": data, **of_adapters} for data in incoming]
         self._engine.collective_rpc("update_weights", args=(updates,))
         self._engine.collective_rpc("finish_weight_update")
         outcomes: list[rank.Outcome] = self._engine.collective_rpc("hflow_outcome")
@@ -200,36 +239,40 @@ class VllmStepper(Stepper):
 
     def _load_adapters(self, incoming: Sequence[bytes]) -> list[rank.Outcome]:
         """Let every rank replace the adapters beside its weights."""
-        assert self._lora is not None
+        assert self._model.lora is not None
         outcomes: list[rank.Outcome] = self._engine.collective_rpc(
-            "hflow_load_adapters", args=(list(incoming), self._lora.scale)
+            "hflow_load_adapters", args=(self._model.name, list(incoming), self._model.lora.scale)
         )
         return outcomes
 
     @override
     def set_version(self, version: int) -> None:
         self._end_steps()
-        if not self._has_weights and self._settings.settings.path is None:
-            seeded = cloudpickle.dumps(SeededWeights(self._settings.settings).incoming())
+        if not self._has_weights and self._model.path is None:
+            seeded = cloudpickle.dumps(SeededWeights(self._model).incoming())
             self.load_weights([seeded] * self._num_ranks, version)
         self._use(version)
 
     @override
     def sleep(self, level: SleepLevel) -> None:
         self._has_weights &= level is SleepLevel.KEEP_WEIGHTS
-        if self._settings.sleeps:
+        self._asleep.add(self._model.name)
+        self._without_cache.add(self._model.name)
+        if self._settings.sleeps and len(self._asleep) == len(self._steppers):
             # The weights beside adapters stay the same.
-            self._engine.sleep((level if self._lora is None else SleepLevel.KEEP_WEIGHTS).value)
+            self._engine.sleep((SleepLevel.KEEP_WEIGHTS if self._adapter_requests else level).value)
 
     @override
     def wake_weights(self) -> None:
-        if self._settings.sleeps:
+        if self._settings.sleeps and len(self._asleep) == len(self._steppers):
             self._engine.wake_up(["weights"])
+        self._asleep.discard(self._model.name)
 
     @override
     def wake_cache(self) -> None:
-        if self._settings.sleeps:
+        if self._settings.sleeps and len(self._without_cache) == len(self._steppers):
             self._engine.wake_up(["kv_cache"])
+        self._without_cache.discard(self._model.name)
 
     def _use(self, version: int) -> None:
         """Drop all that older weights have computed."""
@@ -253,27 +296,33 @@ class VllmStepper(Stepper):
 
         With asynchronous scheduling, it starts a step, and takes the tokens of the one before.
         """
-        version, surplus = self._version, list[str]()
+        surplus = list[str]()
         for output in self._core.get_output().outputs:  # each token of a run passes here
-            request = self._requests.get(output.request_id)
-            if request is None:
-                continue
-            if output.new_token_ids:
-                (token,) = output.new_token_ids
-                request.append(token, output.new_logprobs.logprobs.item(0), version)
-                if ROUTED_EXPERTS in request.params.record:
-                    self._record_experts(request, output.routed_experts)
-            if output.finish_reason is None and not request.params.stop:
-                continue
-            reason = stop_reason(request, self._decode) if output.new_token_ids else None
-            if output.finish_reason is not None and reason is None:
-                raise BackendError(f"vLLM ended a request with {output.finish_reason!s}")
-            if reason is not None:
-                self._finished.append((request.request_id, request.result(reason)))
-                del self._requests[output.request_id], self._names[request.request_id]
-                if output.finish_reason is None:
-                    surplus.append(output.request_id)
+            for stepper in self._steppers.values():
+                if output.request_id in stepper._requests:
+                    stepper._take(output, surplus)
         self._core.abort_requests(surplus)
+
+    def _take(self, output: EngineCoreOutput, surplus: list[str]) -> None:
+        """Append the token of a step to its request; add the request to `surplus` if only hflow ends it."""
+        request = self._requests[output.request_id]
+        if output.new_token_ids:
+            (token,) = output.new_token_ids
+            logprobs = output.new_logprobs
+            kept = kept_entry(logprobs, self._vocab_size) if KEPT_TOKENS in request.params.record else b""
+            request.append(token, logprobs.logprobs.item(0), self._version, kept)
+            if ROUTED_EXPERTS in request.params.record:
+                self._record_experts(request, output.routed_experts)
+        if output.finish_reason is None and not request.params.stop:
+            return
+        reason = stop_reason(request, self._decode) if output.new_token_ids else None
+        if output.finish_reason is not None and reason is None:
+            raise BackendError(f"vLLM ended a request with {output.finish_reason!s}")
+        if reason is not None:
+            self._finished.append((request.request_id, request.result(reason)))
+            del self._requests[output.request_id], self._names[request.request_id]
+            if output.finish_reason is None:
+                surplus.append(output.request_id)
 
     def _end_steps(self) -> None:
         """Wait for steps in flight, and take their tokens. No other step starts meanwhile."""
@@ -328,17 +377,18 @@ def _has_adapter_buffers(settings: ProcessSettings) -> bool:
     return "enable_lora" in settings.arguments
 
 
-def _sampling_params(request: GenerationRequest) -> VllmSamplingParams:
+def _sampling_params(request: GenerationRequest, vocab_size: int) -> VllmSamplingParams:
     params = request.params
     return VllmSamplingParams(
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,
+        min_p=params.min_p,
         seed=request_seed(params.seed, request.num_prompt) if params.temperature else None,
         max_tokens=request.max_length - request.num_prompt,
         stop_token_ids=list(request.stop_ids),
         ignore_eos=True,
-        logprobs=0,
+        logprobs=num_candidates(params.top_k, vocab_size) if KEPT_TOKENS in params.record else 0,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,

@@ -69,6 +69,7 @@ class CompletionRequest:
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
     seed: int | None = None
     with_logprobs: bool = False
     is_streamed: bool = False
@@ -159,11 +160,12 @@ def read_number(options: Mapping[str, Any], name: str, kind: type[int] | type[fl
 
 
 def read_sampling(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `temperature`, `top_p` and `top_k`."""
+    """Return `temperature`, `top_p`, `top_k` and `min_p`."""
     values = {
         "temperature": read_number(options, "temperature", float, 0.0),
         "top_p": read_number(options, "top_p", float, 0.0),
         "top_k": read_number(options, "top_k", int, 0),
+        "min_p": read_number(options, "min_p", float, 0.0),
     }
     set_values = {name: value for name, value in values.items() if value is not None}
     if (found := find_sampling_problem(**set_values)) is not None:

@@ -24,7 +24,7 @@ from hflow.graph.queries import reported_field
 from hflow.launch.checkpoints.merged import model_directory
 from hflow.launch.planning.compile import Compiled, learn_from_run
 from hflow.launch.planning.data_settings import check_data
-from hflow.launch.planning.models import check_model_fit
+from hflow.launch.planning.models import check_model_fit, with_bases
 from hflow.launch.planning.plan_file import PlanFile, read_plan_file, recipe_file, with_overrides
 from hflow.launch.planning.read_recipe import check_names, with_resolved_names
 from hflow.launch.planning.request import plan_request
@@ -165,7 +165,7 @@ def compile_evaluation(
     loaded = load_recipe(recipe)
     base = load_config(recipe) if file is None else file.configuration()
     config = with_overrides(_without_placement(base), overrides)
-    spec = loaded.spec()
+    spec = with_bases(loaded.spec(), base)
     names = {node.name for node in spec.nodes}
     bound = apply_overrides(spec, {name: config.nodes[name] for name in names.intersection(config.nodes)})
     sampling = None if options.num_samples is None else Sampling(options.num_samples, options.temperature)
@@ -201,7 +201,9 @@ def compile_evaluation(
 def _without_placement(config: RunConfig) -> RunConfig:
     """Return a configuration whose models are placed anew, since those that train are gone."""
     models = {
-        name: replace(model, group=None, resume=False, lora=None, gen=replace(model.gen, group=None))
+        name: replace(
+            model, group=None, resume=False, lora=None, base_of=None, gen=replace(model.gen, group=None)
+        )
         for name, model in config.models.items()
     }
     return replace(

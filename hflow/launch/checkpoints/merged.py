@@ -69,9 +69,12 @@ def merge_adapter(directory: Path, out: Path) -> None:
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
+    from hflow.models.adapter import round_base
+
     disable_progress_bar()
     models: Any = AutoModelForCausalLM
     model = models.from_pretrained(base, dtype="auto", local_files_only=True, use_safetensors=True)
+    round_base(model, directory)
     merged: Any = PeftModel.from_pretrained(model, str(directory)).merge_and_unload()
     merged.save_pretrained(out)
     for source in (

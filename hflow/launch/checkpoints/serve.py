@@ -189,6 +189,7 @@ class CheckpointResponder:
             temperature=1.0 if request.temperature is None else request.temperature,
             top_p=1.0 if request.top_p is None else request.top_p,
             top_k=request.top_k or 0,
+            min_p=request.min_p or 0.0,
             max_tokens=self._longest,
         )
         seed = secrets.randbits(63) if request.seed is None else request.seed

@@ -13,7 +13,7 @@ import json
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from hflow.config import ModelConfig, RunConfig
 from hflow.data.text.chat import written_template_problem
 from hflow.data.text.vocabulary import opening_token, read_vocabulary
 from hflow.graph.errors import recipe_error
-from hflow.graph.ir import Graph, Node
+from hflow.graph.ir import Graph, Node, RecipeSpec
 from hflow.graph.model import Model
 from hflow.graph.queries import is_library_node
 from hflow.launch.checkpoints.saved import is_adapter
@@ -200,6 +200,19 @@ def source_model(config: RunConfig, spec: Model) -> Model:
     own = config.models.get(spec.name, ModelConfig())
     is_own = own.path is not None or own.architecture is not None
     return spec if is_own or spec.init_from is None else source_model(config, spec.init_from)
+
+
+def with_bases(spec: RecipeSpec, config: RunConfig) -> RecipeSpec:
+    """Return a recipe in which models with `base_of` start from the model that this names."""
+    models = {model.name: model for model in spec.models}
+
+    def with_base(model: Model) -> Model:
+        base = config.models.get(model.name, ModelConfig()).base_of
+        if base in models:
+            return replace(model, init_from=models[base])
+        return model if model.init_from is None else replace(model, init_from=with_base(model.init_from))
+
+    return replace(spec, models=tuple(map(with_base, spec.models)))
 
 
 def has_chat_template(config: RunConfig, spec: Model) -> bool:

@@ -23,6 +23,7 @@ from hflow.launch.planning.models import (
     differing_size,
     has_config,
     missing_text,
+    with_bases,
 )
 from hflow.launch.planning.services import check_services
 from hflow.launch.planning.this_machine import with_this_machine
@@ -30,7 +31,7 @@ from hflow.launch.running.shown_metrics import check_metric_names
 from hflow.launch.running.trackers import check_trackers
 from hflow.models.hub import pinned_path
 from hflow.planner.plan.channels import transports
-from hflow.planner.plan.optimizers import OPTIMIZERS, check_options
+from hflow.planner.plan.optimizers import OPTIMIZERS, check_options, with_own_options
 from hflow.planner.plan.traits import BACKENDS, ENGINES
 
 
@@ -96,6 +97,7 @@ class RecipeReader:
         warnings = (*warnings, *(f"{problem}. {_SIZES_KNOWN}" for problem in unreached.values()))
         spec = self._recipe.spec()
         check_names(config, spec)
+        spec = with_bases(spec, config)
         graph = build_graph(apply_overrides(spec, config.nodes))
         self._recipe.check_bodies(graph)
         check_model_fit(config, graph)
@@ -193,6 +195,7 @@ _SIZES_KNOWN = "Its sizes are those of the architecture; a run needs the model."
 _PATH_KEY = re.compile(r"\+*models\.(\w+)\.path=")
 _ARCHITECTURE_KEY = re.compile(r"[+~]*(?:model@models\.(\w+)|models\.(\w+)\.architecture)\b")
 """How overrides of a checkpoint, and of an architecture, begin."""
+_OPTIM_KEY = re.compile(r"\+*models\.(\w+)\.optim\.(\w+)=")
 
 
 def with_resolved_names(config: RunConfig, recipe: Path) -> tuple[RunConfig, dict[str, str]]:
@@ -240,7 +243,8 @@ def with_overridden_models(
     """Return the configuration without what overrides replace, and warnings.
 
     A path on the command line replaces the recipe's architecture, so there must be a checkpoint. An
-    architecture on the command line replaces the recipe's checkpoint, unless they have the same sizes.
+    architecture on the command line replaces the recipe's checkpoint, unless they have the same sizes. An
+    optimizer on the command line replaces that of files, and with it the options that it has not.
 
     Args:
         config: the recipe's configuration with the overrides.
@@ -283,4 +287,9 @@ def with_overridden_models(
                 f"command line has another architecture ({key} {configured}). A run starts from random "
                 f"weights. To silence this, set models.{name}.path to a checkpoint, or to null."
             )
+    optims = {match.groups() for text in overrides if (match := _OPTIM_KEY.match(text))}
+    for name, model in models.items():
+        if (name, "name") in optims and model.optim.name in OPTIMIZERS:
+            given = {key for owner, key in optims if owner == name}
+            models[name] = replace(model, optim=with_own_options(model.optim, given))
     return replace(config, models=models), tuple(warnings)

@@ -8,10 +8,11 @@ from dataclasses import replace
 from itertools import chain
 
 from hflow.base.errors import PlanError
+from hflow.planner.plan.optimizers import OPTIMIZERS, states_of
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import Replica
 from hflow.planner.plan.traits import BackendTraits, traits
-from hflow.planner.weights.sharding import can_split
+from hflow.planner.weights.sharding import can_split, is_on_stage
 from hflow.shapes.layout import Layout, stage_layers
 from hflow.shapes.model_shape import ModelShape, TensorSpec, kinds_of_layers, layer_tensors, other_tensors
 
@@ -47,6 +48,7 @@ def check_layouts(replicas: Iterable[Replica], request: PlanRequest) -> None:
             _check(replica, shape, traits(replica.backend))
             _check_experts(replica, shape)
             _check_adapters(replica, request)
+            _check_quantized_states(replica, shape, request)
 
 
 def _with_data(layout: Layout, replica: Replica) -> str:
@@ -61,12 +63,29 @@ def _check_adapters(replica: Replica, request: PlanRequest) -> None:
     if replica.role != "train" or shape is None or shape.adapter is None:
         return
     for stage, layers in enumerate(stage_layers(shape.num_layers, layout.pipe)):
-        if not any(layer_tensors(shape, layer) for layer in range(*layers)):
+        of_stage = (spec for spec in other_tensors(shape) if is_on_stage(spec, shape, stage, layout.pipe))
+        if not any(".lora_" in spec.name for spec in of_stage) and not any(
+            layer_tensors(shape, layer) for layer in range(*layers)
+        ):
             raise PlanError(
                 f"{replica.name}: stage {stage} of layout {layout} has no matrix of "
                 f"models.{replica.model}.lora.targets, so it has nothing to train; set fewer stages, or more "
                 "targets"
             )
+
+
+def _check_quantized_states(replica: Replica, shape: ModelShape, request: PlanRequest) -> None:
+    """Refuse copies of key-value heads whose states share blocks with different heads, and would differ."""
+    layout, optim = replica.layout, request.model(replica.model).optim
+    has_copies = layout.tensor > shape.num_kv_heads and not traits(replica.backend).shards_weights
+    is_quantized = any(state.num_bytes < state.saved_bytes for state in states_of(optim, True))
+    if replica.role == "train" and has_copies and is_quantized:
+        fitting = math.gcd(layout.tensor, shape.num_kv_heads)
+        raise PlanError(
+            f"{replica.name}: layout {layout} has copies of {shape.num_kv_heads} key-value heads, which "
+            f"{optim.name} would quantise differently on each rank; {fitting} tensor ranks fit, or set "
+            f"models.{replica.model}.optim.name={OPTIMIZERS.default}"
+        )
 
 
 def _check_experts(replica: Replica, shape: ModelShape) -> None:

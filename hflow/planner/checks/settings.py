@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from hflow.base.errors import NotYetError, PlanError
+from hflow.base.errors import NotYetError, PlanError, nearest
 from hflow.config.schema import GenConfig, ModelConfig, ScheduleConfig, WorkloadImages
 from hflow.graph.ir import Graph
 from hflow.graph.queries import (
@@ -28,7 +28,18 @@ from hflow.planner.plan.request import PlanRequest, trained_shape
 from hflow.planner.plan.rows import BatchCut, EdgeRule, Replica
 from hflow.planner.plan.traits import first_with, traits
 from hflow.shapes.architectures import ROUTERS
-from hflow.shapes.model_shape import kinds_of_layers, tensors
+from hflow.shapes.model_shape import (
+    EMBEDDING,
+    EMBEDDING_A,
+    EMBEDDING_B,
+    OUTPUT,
+    A,
+    B,
+    ModelShape,
+    kinds_of_layers,
+    other_tensors,
+    tensors,
+)
 from hflow.types.kernels import AUTO_KERNELS
 
 MINIMUMS = {
@@ -70,6 +81,7 @@ def check_request(graph: Graph, request: PlanRequest) -> None:
                 "sends its own tokens to them, which is sequence parallelism; remove it"
             )
         _check_lora(graph, name, request)
+        _check_base(graph, name, request)
         _check_balance(graph, name, request)
         if name in trained_models(graph):
             _check_optimizer(name, request)
@@ -216,6 +228,7 @@ def _check_lora(graph: Graph, name: str, request: PlanRequest) -> None:
             f"{key} is set, but the {config.backend} backend cannot train adapters; set "
             f"models.{name}.backend={first_with('has_adapters')}, or remove {key}"
         )
+    _check_lora_options(name, config, shape)
     if config.kernels == "transformer_engine" or config.fp8 is not None:
         asked, instead = te_setting(name, config)
         raise PlanError(
@@ -233,15 +246,113 @@ def _check_lora(graph: Graph, name: str, request: PlanRequest) -> None:
         trained = trained_shape(shape, config.lora)
     except PlanError as error:
         raise PlanError(f"models.{name}.{error}") from None
-    sizes = {spec.shape[".lora_A." in spec.name]: spec for kind in kinds_of_layers(trained) for spec in kind}
+    specs = [spec for kind in (*kinds_of_layers(trained), other_tensors(trained)) for spec in kind]
+    sides = {A: 1, EMBEDDING_A: 1, B: 0, EMBEDDING_B: 0}
+    sizes = {x.shape[axis]: x for x in specs for end, axis in sides.items() if x.name.endswith(end)}
     if not sizes:
         raise PlanError(f"{key}.targets is empty, so nothing is trained; set {key}.targets=[all-linear]")
     if config.lora.r > min(sizes):
-        module = sizes[min(sizes)].name.split(".")[-3]
+        module = sizes[min(sizes)].name.partition(".lora_")[0].split(".")[-1]
         raise PlanError(
             f"{key}.r is {config.lora.r}, but {module} has only {min(sizes)} rows or columns; set "
             f"{key}.r={min(sizes)} or less"
         )
+
+
+def _check_base(graph: Graph, name: str, request: PlanRequest) -> None:
+    """Raise if a model cannot use the weights of the model that its `base_of` names."""
+    config, key = request.model(name), f"models.{name}.base_of"
+    if config.base_of is None:
+        return
+    models, owner = {model.name: model for model in graph.models}, request.model(config.base_of)
+    asked, of_owner = f"{key} is {config.base_of}", f"models.{config.base_of}"
+    if config.base_of not in models:
+        known = ", ".join(models)
+        raise PlanError(
+            f"{asked}, which the recipe does not have{nearest(config.base_of, models)} (known: {known})"
+        )
+    if owner.base_of is not None:
+        raise PlanError(
+            f"{asked}, which uses the weights of {owner.base_of} itself; name a model with weights of its own"
+        )
+    trained, written = trained_models(graph), written_models(graph)
+    if config.lora is not None and owner.lora is not None and owner.lora.base is not None:
+        raise PlanError(
+            f"{asked}, whose weights are in 4 bits, beside which one model's adapters are trained; remove "
+            f"{of_owner}.lora.base or {key}"
+        )
+    if owner.lora is None or config.base_of not in trained:
+        raise PlanError(
+            f"{asked}, whose weights are not those of a model with adapters; set {of_owner}.lora, or remove "
+            f"{key}"
+        )
+    if name in written and (config.lora is None or name not in trained):
+        raise PlanError(
+            f"{asked}, but all weights of {name} are trained; set models.{name}.lora, or remove {key}"
+        )
+    for one in ("path", "architecture"):
+        own, theirs = getattr(config, one), getattr(owner, one)
+        if own is not None and own != theirs:
+            raise PlanError(
+                f"{asked}, but models.{name}.{one} says that {name} has other weights than {of_owner}.{one}; "
+                f"remove one of them"
+            )
+    if config.path is None and config.architecture is not None and owner.path is not None:
+        raise PlanError(f"{asked}, which has weights of {owner.path}; remove models.{name}.architecture")
+    for one in ("backend", "compute_dtype"):
+        own, theirs = getattr(config, one), getattr(owner, one)
+        if own != theirs:
+            setting = one.removeprefix("compute_")
+            raise PlanError(
+                f"{asked}, whose {setting} is {theirs}, but that of {name} is {own}; set "
+                f"models.{name}.{setting}={theirs}"
+            )
+    if config.lora is not None and not traits(config.backend).shares_base:
+        instead = first_with("shares_base")
+        raise PlanError(
+            f"{asked}, but the {config.backend} backend has the adapters of one model beside its weights; "
+            f"set models.{name}.backend={instead} and {of_owner}.backend={instead}, or remove {key}"
+        )
+    head, of_base = models[name].head, models[config.base_of].head
+    if head != of_base and (config.lora is None or head == "lm"):
+        raise PlanError(
+            f"{asked}, which has the head {of_base!r}, but {name} has the head {head!r}; remove {key}"
+        )
+    if config.offload == "all":
+        raise PlanError(
+            f"models.{name}.offload is all, but its weights are those of {config.base_of}; set it to none or "
+            f"optimizer, or set {of_owner}.offload=all"
+        )
+
+
+def _check_lora_options(name: str, config: ModelConfig, shape: ModelShape | None) -> None:
+    """Raise if the backend cannot have adapters of a kind, or two options exclude each other."""
+    lora, key = config.lora, f"models.{name}.lora"
+    assert lora is not None
+    outer = next((target for target in (EMBEDDING, OUTPUT) if target in lora.targets), None)
+    if lora.dora and outer is not None:
+        raise PlanError(
+            f"{key}.dora is set, but {outer} has no magnitudes; remove it from {key}.targets, or set "
+            f"{key}.dora=false"
+        )
+    asked = {
+        f"{key}.dora is set": lora.dora,
+        f"{key}.targets has {outer}": outer is not None,
+        f"{key}.base is {lora.base}": lora.base is not None,
+    }
+    for option in (option for option, is_asked in asked.items() if is_asked):
+        if not traits(config.backend).has_all_adapters:
+            raise PlanError(
+                f"{option}, but the {config.backend} backend cannot train that; set "
+                f"models.{name}.backend={first_with('has_all_adapters')}, or remove it"
+            )
+    if lora.base is not None and config.compile:
+        raise PlanError(
+            f"{key}.base is {lora.base}, whose products are not compiled; set models.{name}.compile=false"
+        )
+    if lora.base is not None and shape is not None and (shape.experts or shape.vision):
+        part = "experts" if shape.experts else "towers"
+        raise PlanError(f"{key}.base is {lora.base}, but models with {part} are not rounded yet; remove it")
 
 
 def _check_schedule(settings: ScheduleConfig, batch: int) -> None:
@@ -470,6 +581,8 @@ def _unused(graph: Graph, model: str) -> Iterator[tuple[tuple[str, ...], str]]:
         yield ("images", "freeze"), f"the recipe declares {model} without vision=True"
     if model not in written_models(graph):
         yield _OF_SAVING, f"no node changes {model}"
+    if not runs_outside_engines(graph, model) and not _generates(graph, model):
+        yield ("base_of",), f"no node uses {model}"
     if not runs_outside_engines(graph, model):
         yield _OF_FORWARD_PASSES, f"no node trains {model} or infers with it"
 

@@ -23,8 +23,9 @@ from hflow.planner.weights.weight_routes import transport_reasons
 from hflow.shapes.architectures import EXPERT_FAMILIES, FAMILIES, UNSUPPORTED
 from hflow.shapes.layout import Layout
 from hflow.shapes.model_shape import ModelShape
+from hflow.types.kept_tokens import KEPT_TOKENS, SAMPLING_REPLAY, truncates
 from hflow.types.kernels import head_size_problem
-from hflow.types.recorded import requested_kinds
+from hflow.types.recorded import RecordedKind, requested_kinds
 
 FitsFunction = Callable[[Mapping[str, Any]], bool]
 """Returns whether a plan with other settings fits into memory."""
@@ -74,6 +75,7 @@ def _reasons(plan: Plan, request: PlanRequest, chosen: Container[str], fits: Fit
             kind = engine_kind(replica.backend)
             yield from kind.check(served_model(replica, request))
     yield from transport_reasons(plan, request)
+    yield from _base_reasons(plan, request)
     yield from _offload_reasons(plan, request)
     if plan.cluster.num_nodes > 1 and workers in ONE_PROCESS:
         yield (
@@ -258,21 +260,29 @@ def _engine_reasons(node: Node, plan: Plan) -> Iterator[str]:
 
 
 def _truncation_reasons(node: Node, plan: Plan) -> Iterator[str]:
-    """Yield a reason where sampled log-probs are used, but are not those of the whole distribution."""
-    top_p, top_k = node.spec.option("top_p", 1.0), node.spec.option("top_k", 0)
-    stream = root_stream(plan.graph, node)
-    if not stream.trained or (top_p >= 1 and not top_k):
+    """Yield a reason where log-probs over a part of the vocabulary are compared with those over all of it."""
+    options, stream = dict(node.spec.options), root_stream(plan.graph, node)
+    if not stream.trained or not truncates(options):
         return
     for reader in plan.graph.nodes:
         fields = {read.field for read in reader.reads}
-        if "behav_logprobs" in fields and root_stream(plan.graph, reader) == stream:
+        computes = reader.spec.verb in ("train", "infer") or not options.get(SAMPLING_REPLAY)
+        is_compared = "behav_logprobs" in fields and KEPT_TOKENS not in fields and computes
+        if is_compared and root_stream(plan.graph, reader) == stream:
             name = node.spec.name
             yield (
-                f"{name} ({node.spec.where}) samples with top_p={top_p:g} and top_k={top_k}. Its log-probs "
-                f"are those of the truncated distribution, which {reader.name} cannot compare with those of "
-                f"the model. Set nodes.{name}.top_p=1.0 nodes.{name}.top_k=0."
+                f"{name} ({node.spec.where}) samples from a part of the vocabulary. Its log-probs are over "
+                f"that part, and {reader.name} would compare them with log-probs over all of it. Set "
+                f"nodes.{name}.top_p=1.0 nodes.{name}.top_k=0 nodes.{name}.min_p=0.0"
+                f"{_or_replay(node, reader)}."
             )
             return
+
+
+def _or_replay(node: Node, reader: Node) -> str:
+    """Return the other fix: to compute log-probs over the same part, where the samples are those drawn."""
+    can = len(node.spec.models) == 1 and reader.stream in node.spec.streams
+    return f", or nodes.{node.name}.{SAMPLING_REPLAY}=true" if can else ""
 
 
 def _recorded_reasons(node: Node, plan: Plan) -> Iterator[str]:
@@ -285,12 +295,22 @@ def _recorded_reasons(node: Node, plan: Plan) -> Iterator[str]:
                 f"{key} is set, but the planner does not know the {what} of {model}. Set models.{model}.path "
                 f"or models.{model}.architecture, or remove {key}."
             )
-        elif kind.row_format(shape) is None:
+        elif kind.row_format(shape, dict(node.spec.options)) is None:
             yield f"{key} is set, but {model} has no {what} (family {shape.family}). Remove {key}."
         engines = dict.fromkeys(r.backend for r in plan.replicas if r.role == "gen" and r.model == model)
         for engine in engines:
             if kind.name not in traits(engine).records:
                 yield f"{key} is set, but the engine {engine} does not record {what}. Remove {key}."
+            elif _needs_top_k(kind, engine) and not node.spec.option("top_k", 0):
+                yield (
+                    f"{node.name} ({node.spec.where}) samples without top_k, but the engine {engine} records "
+                    f"at most top_k of the tokens that sampling leaves. Set nodes.{node.name}.top_k too, "
+                    f"such as 100, or models.{model}.gen.engine=embedded."
+                )
+
+
+def _needs_top_k(kind: RecordedKind, engine: str) -> bool:
+    return kind.name == KEPT_TOKENS and traits(engine).records_up_to_top_k
 
 
 def _routing_replay_reasons(node: Node, plan: Plan, request: PlanRequest) -> Iterator[str]:
@@ -348,20 +368,43 @@ def _update_reasons(node: Node, plan: Plan, request: PlanRequest) -> Iterator[st
         )
 
 
+def _base_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
+    """Yield models that cannot use the weights of another one, as these are divided in another way.
+
+    An engine may have weights of its own, if another replica of its model has not.
+    """
+    using = {replica.model for replica in plan.replicas if replica.base_of}
+    for replica in plan.replicas:
+        base = request.model(replica.model).base_of
+        if base is None or replica.base_of or (replica.role == "gen" and replica.model in using):
+            continue
+        asked = f"models.{replica.model}.base_of is {base}, but"
+        alike = [r for r in plan.replicas if r.model == base and (r.role == "gen") == (replica.role == "gen")]
+        if not alike:
+            yield f"{asked} {base} has no engine that {replica.name} could use. Remove base_of."
+        for owner in alike:
+            gen, rest = (".gen", "engine") if replica.role == "gen" else ("", "kernels")
+            yield (
+                f"{asked} {_layout_and_workers(replica)}, and {_layout_and_workers(owner)}. Give "
+                f"models.{replica.model}{gen} the layout, group and {rest} of models.{base}{gen}."
+            )
+
+
 def _offload_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
     """Yield models whose weights cannot be offloaded, as others use them in place."""
     for replica in plan.replicas:
         if replica.role == "gen" or request.model(replica.model).offload == "none":
             continue
         key = f"models.{replica.model}.offload"
-        if replica.base_of:
+        if replica.base_of and not replica.adapter_parameters:
             yield (
                 f"{key} has no effect, as {replica.name} uses the weights of {replica.base_of} without their "
                 f"adapters. Set {key}=none, or models.{plan.replica(replica.base_of).model}.offload=all."
             )
         for route in plan.weights:
             is_in_place = route.how == "shared" and replica.dtype == "fp32"
-            if route.src == replica.name and is_in_place and request.model(replica.model).offload == "all":
+            users = (route.src, plan.replica(route.src).base_of)
+            if replica.name in users and is_in_place and request.model(replica.model).offload == "all":
                 instead = "optimizer" if replica.role == "train" else "none"
                 yield (f"{key}=all offloads weights that {route.dst} uses in place. Set {key}={instead}.")
 

@@ -84,6 +84,7 @@ SETTINGS: tuple[tuple[str, Effect], ...] = (
     ("models.*.layout", Effect.SAME),
     ("models.*.group", Effect.SAME),
     ("models.*.backend", Effect.SAME),
+    ("models.*.base_of", Effect.SAME),
     ("services.*.url", Effect.NEW),
     ("services.*.model", Effect.NEW),
     ("services.*", Effect.SAME),

@@ -461,8 +461,9 @@ def _recorded_size(
     kind: RecordedKind, graph: Graph, stream: str, shapes: Mapping[str, ModelShape]
 ) -> FieldSize:
     """Return the size of what an engine records of the samples of a stream."""
-    (model,) = graph.node(graph.stream(stream).source).spec.models
-    form = kind.row_format(shapes[model]) if model in shapes else None
+    spec = graph.node(graph.stream(stream).source).spec
+    (model,) = spec.models
+    form = kind.row_format(shapes[model], dict(spec.options)) if model in shapes else None
     num_bytes = 0 if form is None else form.num_bytes
     return FieldSize(per_token=num_bytes) if kind.unit is Unit.TOKEN else FieldSize(constant=num_bytes)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import networkx as nx
 
+from hflow.base.errors import PlanError
 from hflow.graph.ir import Graph, Level, Node
 from hflow.graph.model import Model
 from hflow.graph.queries import data_flow, root_stream, saved_models, topological_order, written_models
@@ -25,6 +26,7 @@ from hflow.planner.plan.rows import (
     batch_replica,
     generation_replica,
 )
+from hflow.planner.plan.traits import traits
 from hflow.shapes.model_shape import num_parameters
 
 __all__ = ["PlacedGraph", "place_graph"]
@@ -55,7 +57,7 @@ def place_graph(graph: Graph, request: PlanRequest, levels: Mapping[str, Level])
     Raises:
         PlanError: for a placement, group or layout that is invalid or does not fit the cluster or the model.
     """
-    request = apply_placement(graph, request)
+    request = with_bases_placed(apply_placement(graph, request))
     groups, replicas = place_replicas(graph, request)
     replicas, engines = choose_engines(replicas, request)
     check_layouts(replicas, request)
@@ -64,39 +66,78 @@ def place_graph(graph: Graph, request: PlanRequest, levels: Mapping[str, Level])
     return PlacedGraph(request, groups, replicas, placements, engines)
 
 
-def with_adapters(graph: Graph, replicas: tuple[Replica, ...], request: PlanRequest) -> tuple[Replica, ...]:
-    """Return the replicas, with trainers' adapters, and the frozen replicas that share weights.
+def with_bases_placed(request: PlanRequest) -> PlanRequest:
+    """Return the request with the places of models that use the weights of others: those of the others."""
+    models = dict(request.models)
+    for name, config in request.models.items():
+        if config.base_of is not None:
+            owner = request.model(config.base_of)
+            gen = replace(
+                config.gen,
+                engine=config.gen.engine or owner.gen.engine,
+                layout=config.gen.layout or owner.gen.layout,
+                group=config.gen.group or owner.gen.group,
+            )
+            models[name] = replace(
+                config, layout=config.layout or owner.layout, group=config.group or owner.group, gen=gen
+            )
+    return replace(request, models=models)
 
-    A frozen model that starts as a trained one is the trained model without its adapters. It needs no copy
-    if its replica has the backend, layout, workers and precision of the trainer.
+
+def with_adapters(graph: Graph, replicas: tuple[Replica, ...], request: PlanRequest) -> tuple[Replica, ...]:
+    """Return the replicas, with trainers' adapters, and those that use the weights of another one.
+
+    A frozen model that starts as a trained one is the trained model without its adapters, and models with
+    `base_of` have adapters of their own or none. They need no copy if their replica has the backend, layout,
+    workers and precision of the other one. The same holds for their engines.
     """
     models = {model.name: model for model in graph.models}
     trainers = {r.model: r for r in replicas if r.role == "train" and request.model(r.model).lora}
+    engines = {r.model: r for r in replicas if r.role == "gen"}
     written = written_models(graph)
     changed = []
     for replica in replicas:
-        model = models[replica.model]
-        trainer = trainers.get(_origin(model, request))
-        if replica in trainers.values():
+        model, asked = models[replica.model], request.model(replica.model).base_of
+        if replica.role == "gen":
+            owner = engines.get(asked or "")
+        elif replica in trainers.values():
             shape = request.trained_shape(replica.model)
-            changed.append(replace(replica, adapter_parameters=num_parameters(shape) if shape else 0))
-        elif trainer is not None and model.name not in written and _are_alike(replica, trainer, request):
-            has_same_head = model.head == models[trainer.model].head
-            changed.append(replace(replica, base_of=trainer.name if has_same_head else ""))
+            replica = replace(replica, adapter_parameters=num_parameters(shape) if shape else 0)
+            owner = trainers.get(asked or "")
         else:
-            changed.append(replica)
+            owner = None if model.name in written else trainers.get(asked or _origin(model, request))
+        if owner is not None:
+            has_same_head = replica.role != "infer" or model.head == models[owner.model].head
+            if has_same_head and _are_alike(replica, owner, request):
+                replica = replace(replica, base_of=owner.name)
+            elif replica.role == "infer":
+                _check_copied_base(replica, owner, request)
+        changed.append(replica)
     return tuple(changed)
 
 
-def _are_alike(replica: Replica, trainer: Replica, request: PlanRequest) -> bool:
-    """Return whether a replica without adapters computes as the trainer does without its own."""
-    configs = [request.model(r.model) for r in (replica, trainer)]
+def _check_copied_base(replica: Replica, trainer: Replica, request: PlanRequest) -> None:
+    """Refuse a copy of weights that the trainer has in 4 bits, as it would have others."""
+    lora, key = request.model(trainer.model).lora, f"models.{trainer.model}.lora.base"
+    if lora is not None and lora.base is not None:
+        raise PlanError(
+            f"{key} is {lora.base}, and {replica.name} would have a copy of the weights that is not rounded; "
+            f"give it the devices, layout, backend and dtype of {trainer.name}, or remove {key}"
+        )
+
+
+def _are_alike(replica: Replica, owner: Replica, request: PlanRequest) -> bool:
+    """Return whether a replica computes with the frozen weights of another one as that does."""
+    configs = [request.model(r.model) for r in (replica, owner)]
     settings = [
-        (r.backend, r.layout, r.workers, config.compute_dtype)
-        for r, config in zip((replica, trainer), configs, strict=True)
+        (r.backend, r.layout, r.workers, r.merges_adapters, config.compute_dtype, config.gen.quantization)
+        for r, config in zip((replica, owner), configs, strict=True)
     ]
+    if replica.role == "gen":
+        is_beside = not owner.merges_adapters and traits(replica.backend).shares_base
+        return settings[0] == settings[1] and is_beside
     has_other_kernels = configs[0].kernels == "transformer_engine" or configs[0].fp8 is not None
-    return replica.role == "infer" and settings[0] == settings[1] and not has_other_kernels
+    return settings[0][:-1] == settings[1][:-1] and not has_other_kernels
 
 
 def _origin(model: Model, request: PlanRequest) -> str:

@@ -39,8 +39,9 @@ class PlacementItem:
 def apply_placement(graph: Graph, request: PlanRequest) -> PlanRequest:
     """Replace the `placement` of a request by the groups and layouts that it stands for.
 
-    A replica that no item names runs where the first trained model in the placement runs; if the placement
-    has no trained model, it runs on all devices. A request without a placement is returned as it is.
+    A replica that no item names runs where the one runs whose weights it uses (`base_of`), or else where the
+    first trained model in the placement runs; if the placement has no trained model, it runs on all devices.
+    A request without a placement is returned as it is.
 
     Raises:
         PlanError: for a placement that is invalid, or that contradicts itself or the rest of the request.
@@ -76,6 +77,11 @@ def placed_devices(
         PlanError: for a placement that is invalid, or that contradicts itself or the rest of the request.
     """
     items = parse_items(request.placement or "", names)
+    for name in names:
+        model, dot, suffix = name.partition(".")
+        owner = f"{request.model(model).base_of}{dot}{suffix}"
+        if name not in items and owner in items:
+            items[name] = items[owner]
     _check_no_other_setting_places(request, items)
     return items, {name: devices_of(name, items, request.cluster) for name in items}
 

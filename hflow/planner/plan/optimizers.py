@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
@@ -17,7 +17,7 @@ from hflow.base.registry import Registry
 from hflow.config.schema import OptimConfig, WeightGroupConfig
 
 _FOLDER = "hflow.training.optimizers"
-_OWN = ("adamw", "adamw_bf16", "adamw_cpu", "muon", "sgd")
+_OWN = ("adamw", "adamw_8bit", "adamw_bf16", "adamw_cpu", "muon", "sgd")
 OPTIMIZERS = Registry(
     "optimizer", "hflow.optimizers", {name: f"{_FOLDER}.{name}.descriptor:OPTIMIZER" for name in _OWN}
 )
@@ -25,6 +25,8 @@ OPTIMIZERS = Registry(
 
 OPTIONS = ("betas", "eps", "momentum", "nesterov")
 """The settings of `OptimConfig` that only some optimizers have (`OptimizerTraits.options`)."""
+CHUNK = 8 << 20
+"""Most entries of a weight that are updated at once, where that needs memory for each of them."""
 _NOT_OF_LAYERS = ("*embed*", "*lm_head.weight", "score.weight", "value_head.*")
 
 
@@ -51,11 +53,17 @@ class OptimizerTraits:
     options: tuple[str, ...] = ()
     """The names in `OPTIONS` that it has. Others are refused."""
     buffer_bytes: int = 0
-    """Memory for each entry of the largest weight while its update is computed, in bytes."""
+    """Memory for each entry that is updated at once of the weights whose states are not fp32, in bytes."""
     is_on_host: bool = False
     """Whether states are in the memory of a GPU's host, which computes the steps."""
-    needs_whole_matrix: bool = False
-    """Whether updates of matrices of layers depend on each matrix as a whole (`MatrixOptimizer`)."""
+    matrix_flops: Callable[[int, int], int] | None = None
+    """Rows, columns -> arithmetic of the update of a matrix of a layer that depends on it as a whole
+    (`MatrixOptimizer`); None: updates do not."""
+
+    @property
+    def needs_whole_matrix(self) -> bool:
+        """Whether updates of matrices of layers depend on each matrix as a whole."""
+        return self.matrix_flops is not None
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,8 @@ class OptimizerKind:
 
     name: str
     traits: OptimizerTraits
+    summary: str
+    """What it is, in a sentence."""
     build: Callable[[list[dict[str, Any]], Any], Any]
     """Groups of parameters, `OptimConfig` -> a `GroupOptimizer` (`training/optimizers/interface.py`)."""
     find_problem: Callable[[OptimConfig], str | None] = lambda optim: None
@@ -109,6 +119,12 @@ def states_of(optim: OptimConfig, is_matrix: bool) -> tuple[OptimizerState, ...]
 def weight_group(optim: OptimConfig, name: str) -> WeightGroupConfig | None:
     """Return the first entry of `optim.groups` that matches a Hugging Face name."""
     return next((group for group in optim.groups if fnmatchcase(name, group.match)), None)
+
+
+def with_own_options(optim: OptimConfig, given: Collection[str]) -> OptimConfig:
+    """Return settings with the defaults of options that the optimizer has not, but for those in `given`."""
+    kept, default = {*optimizer_traits(optim.name).options, *given}, OptimConfig()
+    return replace(optim, **{name: getattr(default, name) for name in OPTIONS if name not in kept})
 
 
 def check_options(key: str, optim: OptimConfig) -> None:

@@ -67,7 +67,8 @@ class Replica:
     dtype: str = field(default="fp32", metadata=LEFT_OUT_BY_DEFAULT)
     """Precision of its forward and backward passes: `fp32` or `bf16`. What the optimizer changes is fp32."""
     base_of: str = field(default="", metadata=LEFT_OUT_BY_DEFAULT)
-    """The training replica whose weights it uses with the adapters turned off; empty: it has its own."""
+    """The replica of another model whose weights it uses, without the adapters of that model. It has adapters
+    of its own if `adapter_parameters` is not 0. Empty: it has weights of its own."""
     merges_adapters: bool = field(default=False, metadata=LEFT_OUT_BY_DEFAULT)
     """Whether an engine adds the adapters that it receives to its weights, of which it keeps a copy in host
     memory. Otherwise it has them beside its weights."""

@@ -67,6 +67,10 @@ class BackendTraits:
     """Whether a forward pass computes the prompt of a group once (`data/batches/shared_prefix.py`)."""
     has_adapters: bool = False
     """Whether it trains low-rank adapters (`models.NAME.lora`)."""
+    shares_base: bool = False
+    """Whether several models with adapters can use the frozen weights of one (`models.NAME.base_of`)."""
+    has_all_adapters: bool = False
+    """Whether these may be DoRA, of embedding and output matrix, and beside matrices in 4 bits."""
     chooses_kernels: bool = False
     """Whether different kernels can compute its layers (`models.NAME.kernels`)."""
     compiles_layers: bool = False
@@ -90,6 +94,8 @@ class BackendTraits:
     """The values of `gen.quantization` with which an engine quantises weights while it loads them."""
     records: tuple[str, ...] = ()
     """The kinds that an engine records of the requests that ask for them (`types/recorded.py`)."""
+    records_up_to_top_k: bool = False
+    """Whether it needs `top_k` to record which tokens sampling leaves (`types/kept_tokens.py`)."""
 
     @property
     def shards_weights(self) -> bool:
@@ -112,6 +118,8 @@ Trait = Literal[
     "has_context_axis",
     "has_expert_axis",
     "has_adapters",
+    "shares_base",
+    "has_all_adapters",
     "chooses_kernels",
     "compiles_layers",
     "has_own_process",

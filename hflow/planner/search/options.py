@@ -351,7 +351,7 @@ class OptionTable:
         stream = replace(stream, replicas=tuple(n for n in stream.replicas if n == replica.name))
         schedule = replace(self._base.schedule, streams=(stream, *self._base.schedule.streams[1:]), shared=())
         used = [replica]
-        if replica.base_of:  # its weights are those of the trainer, on the same ranks
+        if replica.base_of and replica.role != "gen":  # its weights are a trainer's, on the same ranks
             trainer = replace(self._base.replica(replica.base_of), layout=replica.layout)
             used.append(on_workers(trainer, replica.workers))
         plan = replace(self._base, replicas=tuple(used), schedule=schedule)

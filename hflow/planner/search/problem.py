@@ -199,9 +199,17 @@ class SearchProblem:
 
     @cached_property
     def tied(self) -> tuple[frozenset[str], ...]:
-        """Replicas that need equal layouts on equal devices: engines of one episode, ends of an update."""
+        """Replicas that need equal layouts on equal devices.
+
+        These are engines of one episode, ends of an update, and those with `base_of`.
+        """
         nodes = [node.name for node in self.graph.nodes if node.spec.verb in ("generate", "update")]
         sets = {frozenset(self.base.placement(name).replicas) for name in nodes}
+        for replica in self.base.replicas:
+            if replica.base_of and self.request.model(replica.model).base_of is not None:
+                pair = frozenset((replica.name, replica.base_of))
+                if replica.role != "gen" or len({self.layouts.get(name) for name in pair}) == 1:
+                    sets.add(pair)
         return tuple(sorted((names for names in sets if len(names) > 1), key=sorted))
 
     @cached_property

@@ -10,19 +10,25 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from hflow.launch.node_catalog import CatalogNode, NodeField, NodeOption
+    from hflow.launch.node_catalog import CatalogNode, CatalogSetting, NodeField, NodeOption
 
 
-def render_nodes(nodes: Sequence[CatalogNode]) -> RenderableType:
-    """Return a row for each node: name, kind, and what it does, in the order of a recipe."""
+def render_nodes(nodes: Sequence[CatalogNode], settings: Sequence[CatalogSetting]) -> RenderableType:
+    """Return a row for each node: name, kind, and what it does, in the order of a recipe; then for others."""
     table = Table.grid(padding=(0, 2))
     for section, title in _SECTIONS.items():
         table.add_row(Text(title, style="bold"))
         for node in nodes:
             if _section(node) == section:
                 table.add_row(f"  {node.name}", f"{node.kind} per {node.level}", Text(node.summary))
+    others = Table.grid(padding=(0, 2))
+    for kind, title in (("optimizer", "Optimizers"), ("adapter", "Adapters")):
+        others.add_row(Text(title, style="bold"))
+        for setting in settings:
+            if setting.kind == kind:
+                others.add_row(f"  {setting.name}", Text(setting.summary))
     more = Text("hflow nodes NAME lists the inputs, outputs and options of one", style="dim")
-    return Group(table, Text(), more)
+    return Group(table, others, Text(), more)
 
 
 def render_recipe_nodes(recipe: str, nodes: Sequence[CatalogNode]) -> RenderableType:
@@ -63,6 +69,13 @@ def render_node(node: CatalogNode) -> RenderableType:
     parts += _options(f"{title}; for this node alone" if function else title, node.knobs)
     parts += _options(f"options of @{node.kind}", node.options)
     return Group(*parts)
+
+
+def render_setting(setting: CatalogSetting) -> RenderableType:
+    """Return an optimizer or adapters with the options that they have."""
+    place = setting.name.partition(".name=")[0]
+    parts = _options(f"options, as {place}.OPTION=VALUE", setting.options)
+    return Group(Text.assemble((setting.name, "bold"), f"  {setting.kind}"), Text(setting.summary), *parts)
 
 
 def _fields(title: str, fields: Sequence[NodeField]) -> list[RenderableType]:

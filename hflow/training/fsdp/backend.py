@@ -19,7 +19,13 @@ from typing_extensions import override
 from hflow.base.durable_files import WriteFiles
 from hflow.base.errors import BackendError
 from hflow.data.batches.batch import Batch
-from hflow.models.adapter import adapter_weights, adapters_off
+from hflow.models.adapter import (
+    adapter_weights,
+    adapters_off,
+    base_buffers,
+    set_magnitudes,
+    share_parameters,
+)
 from hflow.models.device import local_device
 from hflow.models.dtypes import DTYPES
 from hflow.models.expert_balance import ExpertBalance, let_routers_balance, routers_of
@@ -64,8 +70,15 @@ class TorchModel(ModelBackend):
     number of ranks, as every denominator is global.
     """
 
-    def __init__(self, settings: ModelSettings, position: RankPosition) -> None:
+    def __init__(
+        self, settings: ModelSettings, position: RankPosition, owner: TorchModel | None = None
+    ) -> None:
         """Build the model. Every rank reads its part of the checkpoint, or draws its part from the seed.
+
+        Args:
+            settings: the model's settings.
+            position: the ranks that hold it.
+            owner: a model with adapters on the same ranks, whose frozen weights this one uses.
 
         Raises:
             BackendError: if the settings, the architecture or the checkpoint are unusable.
@@ -74,11 +87,15 @@ class TorchModel(ModelBackend):
         group = position.group
         self.group = group if group is not None and group.size() > 1 else None
         self._layout = position.layout if self.group is not None else Layout()
-        self._model, head = build_model(settings, is_sharded=self.group is not None)
-        self._runner = self._make_runner(head)
+        is_rounded = settings.lora is not None and settings.lora.base is not None  # every rank has all of it
+        self._model, head = build_model(
+            settings, is_sharded=self.group is not None and not is_rounded, has_base=owner is not None
+        )
+        self._runner = self._make_runner(head, owner)
         self._optimizer = self._make_optimizer() if settings.trainable else None
-        optimizer_states = tuple if self._optimizer is None else self._optimizer.states
-        self._offload = HostOffload(settings.offload, self._stored_weights, optimizer_states)
+        states = tuple if self._optimizer is None else self._optimizer.states
+        base = None if owner is None else owner._offload
+        self._offload: HostOffload = HostOffload(settings.offload, self._stored_weights, states, base=base)
         self._offload.start()
         self._copies, self._state_copies = HostCopies(), HostCopies()
 
@@ -86,7 +103,8 @@ class TorchModel(ModelBackend):
         """Return this rank's shard of every weight. Weights that FSDP has gathered are freed first."""
         module = self._runner.module
         reshard(module)
-        return [local_shard(weight.detach()) for weight in module.parameters()]
+        shards = [local_shard(weight.detach()) for weight in module.parameters()]
+        return [*shards, *base_buffers(self._model)]
 
     def _make_optimizer(self) -> TorchOptimizer:
         """Return the optimizer of the weights that are trained, in the module's order."""
@@ -103,7 +121,7 @@ class TorchModel(ModelBackend):
 
         return TorchOptimizer(trained, self.settings, self.group, self._layout.replicate, rows_of)
 
-    def _make_runner(self, head: nn.Module) -> TorchRunner:
+    def _make_runner(self, head: nn.Module, owner: TorchModel | None) -> TorchRunner:
         settings, device = self.settings, local_device(self.settings.device)
         dtype = DTYPES[settings.dtype]
         config = self._model.config
@@ -123,20 +141,28 @@ class TorchModel(ModelBackend):
             self._model.requires_grad_(False)
             for weight in adapter_weights(self._model).values():
                 weight.requires_grad_(settings.trainable)
-        lacks_weights = any(weight.is_meta for weight in self._model.parameters())
+        lacks_weights = owner is None and any(weight.is_meta for weight in self._model.parameters())
         layers = _decoder_layers(self._model)
         if settings.compile:
             compile_layers(layers, settings.name)
         else:
             let_routers_replay(layers)
         balance = self._make_balance(layers, device)
-        place_model(module, layers, device, dtype, self.group, self._layout)
+
+        def fill() -> None:
+            if owner is not None:
+                reshard(owner._runner.module)
+                share_parameters(self._model, owner._model)
+
+        place_model(module, layers, device, dtype, self.group, self._layout, fill)
         if settings.activation_checkpointing:
             recompute_layers(layers)
         if lacks_weights and settings.path is not None:
             load_held_weights(Path(settings.path), self._model)
         elif lacks_weights:
             draw_held_weights(settings.seed, self._model)
+        if lacks_weights and settings.lora is not None:
+            set_magnitudes(self._model)
         if settings.offload == "all" and self.group is None and device.type == "cpu":
             for weight in module.parameters():  # memory of a mapped checkpoint cannot be freed
                 weight.data = weight.data.clone()
@@ -209,8 +235,11 @@ class TorchModel(ModelBackend):
         return model
 
     @override
-    def without_adapters(self, settings: ModelSettings) -> ModelBackend:
-        return BaseModel(settings, self)
+    def share_weights(self, settings: ModelSettings) -> ModelBackend:
+        if settings.lora is None:
+            return BaseModel(settings, self)
+        with self.on_device():
+            return TorchModel(settings, RankPosition(self.group, self._layout), self)
 
     @override
     def pin_copies(self) -> None:

@@ -32,7 +32,9 @@ _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """Rotary embeddings that depend on the longest sequence of a forward, so results would depend on packing."""
 
 
-def build_model(settings: ModelSettings, is_sharded: bool = False) -> tuple[PreTrainedModel, nn.Module]:
+def build_model(
+    settings: ModelSettings, *, is_sharded: bool = False, has_base: bool = False
+) -> tuple[PreTrainedModel, nn.Module]:
     """Build the HF model and its head on the CPU, with packed attention and without dropout.
 
     Every rank builds the same weights, from the same checkpoint or the same seed: in fp32, but beside
@@ -42,6 +44,7 @@ def build_model(settings: ModelSettings, is_sharded: bool = False) -> tuple[PreT
         settings: the model's settings.
         is_sharded: leave parameters but adapters on the meta device, for `load_held_weights` and
             `draw_held_weights`. Checkpoints that transformers converts are read whole all the same.
+        has_base: leave them there, as those of another model take their place.
 
     Raises:
         BackendError: if the settings, the architecture or the checkpoint are unusable.
@@ -50,14 +53,15 @@ def build_model(settings: ModelSettings, is_sharded: bool = False) -> tuple[PreT
     disable_progress_bar()
     config = read_config(settings)
     dtype = torch.float32 if settings.lora is None else DTYPES[settings.dtype]
+    is_empty = is_sharded or has_base
     with translate_errors(settings.name):
         if settings.path is not None:
             path = Path(settings.path)
-            model = model_without_weights(config, dtype) if is_sharded else None
-            if model is None or not holds_parameters_of(path, model, settings.head):
+            model = model_without_weights(config, dtype) if is_empty else None
+            if model is None or not (has_base or holds_parameters_of(path, model, settings.head)):
                 model = _from_checkpoint(path, config, settings.head, dtype)
         else:
-            model = model_without_weights(config) if is_sharded else _from_scratch(config, settings.seed)
+            model = model_without_weights(config) if is_empty else _from_scratch(config, settings.seed)
             for weight in model.parameters():  # not its buffers, which have dtypes of their own
                 weight.data = weight.data.to(dtype)
         _check_architecture(model)
@@ -66,7 +70,8 @@ def build_model(settings: ModelSettings, is_sharded: bool = False) -> tuple[PreT
     if settings.lora is not None:
         add_adapter(model, settings)
     if settings.head == "lm":
-        return model, _output_matrix(model)
+        output: Any = model.get_output_embeddings  # peft's module, if it has an adapter
+        return model, output()
     _remove_output_matrix(model)
     return model, scalar_head(settings, model.config.get_text_config().hidden_size)
 

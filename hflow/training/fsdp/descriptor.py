@@ -43,7 +43,12 @@ def _check_model(settings: ModelSettings, config: PreTrainedConfig) -> None:
 BACKEND = Backend(
     name="torch",
     traits=BackendTraits(
-        sharded_over_data="everything", shares_prompts=True, has_adapters=True, compiles_layers=True
+        sharded_over_data="everything",
+        shares_prompts=True,
+        has_adapters=True,
+        shares_base=True,
+        has_all_adapters=True,
+        compiles_layers=True,
     ),
     factory=_make_model,
     memory=memory,

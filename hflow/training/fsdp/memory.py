@@ -14,8 +14,9 @@ from hflow.planner.forecast.memory import activations
 from hflow.planner.forecast.memory.parts import Items, MicroBatch, item, largest
 from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
 from hflow.planner.plan.forecast import MemoryCategory
+from hflow.shapes.model_shape import nf4_bytes
 
-TOWER = "activations of the tower"
+TOWER, MEASURED = "activations of the tower", "matrix whose rows are measured"
 MIN_UNIT_BYTES = 4 << 20
 """A layer with fewer bytes of fp32 weights is gathered with the rest (`training/fsdp/sharding.py`)."""
 
@@ -24,18 +25,20 @@ def model_state(rank: Rank) -> Items:
     """Return fp32 weights and the optimizer's states, sharded over the data axis.
 
     Gradients exist within a step only. With them, training with AdamW needs 16 bytes a parameter over all
-    ranks. An inference replica has weights alone, and none of its own where it uses those of a trainer. A
-    model with adapters has its other weights in the compute dtype.
+    ranks. An inference replica has weights alone. A model with adapters has its other weights in the compute
+    dtype, or in 4 bits, which are not sharded. Those that are a trainer's count there.
     """
-    if rank.replica.base_of:
+    if rank.is_bare_base:
         return Items()
     num_trained = rank.trained.total_shard
-    num_stored = num_trained if rank.adapts else rank.sizes.total_shard
+    num_stored = num_trained if rank.adapts else rank.stored.total_shard
     matrices, (of_matrix, of_other) = rank.trained.matrices_shard, rank.state_bytes
     states = math.ceil(of_matrix * matrices + of_other * (num_trained - matrices))
     weights = item(MemoryCategory.WEIGHTS, FP32_BYTES * num_stored, "adapters" if rank.adapts else "")
-    if rank.adapts:
-        weights += item(MemoryCategory.WEIGHTS, rank.width * rank.sizes.total_shard)
+    if rank.adapts and not rank.replica.base_of:
+        weights += item(MemoryCategory.WEIGHTS, rank.width * rank.stored.total_shard)
+        if rank.rounds_base:
+            weights += item(MemoryCategory.WEIGHTS, nf4_bytes(rank.shape), "weights in 4 bits")
     return weights + item(MemoryCategory.OPTIMIZER, states if rank.replica.role == "train" else 0)
 
 
@@ -54,7 +57,7 @@ def kept_after_infer(rank: Rank) -> Items:
 
     Those of a trainer's base model are the trainer's.
     """
-    if rank.fsdp_size == 1 or rank.replica.base_of:
+    if rank.fsdp_size == 1 or rank.is_bare_base:
         return Items()
     return _gathered_weights(rank.width * _Units.of(rank).root)
 
@@ -77,7 +80,7 @@ class _Units:
     @classmethod
     def of(cls, rank: Rank) -> _Units:
         """Return the units of all weights."""
-        sizes, adapters = rank.sizes, rank.trained if rank.adapts else None
+        sizes, adapters = rank.stored, rank.trained if rank.adapts else None
         layer, rest, total = sizes.layer, sizes.rest, sizes.total
         if adapters is not None:
             layer, rest, total = layer + adapters.layer, rest + adapters.rest, total + adapters.total
@@ -160,7 +163,12 @@ class _Step:
         """Return the activations of a layer's forward pass without gradient."""
         batch = self.batch
         layer = activations.layer_without_gradient(self.rank, batch.tokens, pads=batch.pads)
-        return item(MemoryCategory.ACTIVATIONS, layer)
+        measured = item(MemoryCategory.BUFFERS, activations.measured_matrix(self.rank), MEASURED)
+        return item(MemoryCategory.ACTIVATIONS, layer) + measured + self._whole_matrix()
+
+    def _whole_matrix(self) -> Items:
+        """Return the largest matrix in 4 bits while it is whole, with its factors in fp32."""
+        return item(MemoryCategory.BUFFERS, activations.whole_matrix(self.rank), "matrix in 4 bits, whole")
 
     def _features(self) -> Items:
         """Return the embeddings of images."""
@@ -174,10 +182,15 @@ class _Step:
         return item(MemoryCategory.ACTIVATIONS, rows) + item(MemoryCategory.LOGITS, logits)
 
     def backward(self, num_layers: int) -> Items:
-        """Return the activations during the backward pass of a layer, the last of `num_layers` to go."""
+        """Return the activations during the backward pass of a layer, the last of `num_layers` to go.
+
+        As much is kept when its forward pass measures rows of matrices.
+        """
         recomputed = self.layer if self.recomputes else 0
         layers = item(MemoryCategory.ACTIVATIONS, self._kept(num_layers) + recomputed) + self._seen()
-        return layers + _backward_buffers(activations.backward_buffers(self.rank, self.batch))
+        buffers = activations.backward_buffers(self.rank, self.batch)
+        measured = activations.measured_matrix(self.rank)
+        return layers + _backward_buffers(max(buffers, measured)) + self._whole_matrix()
 
     def _kept(self, num_layers: int) -> int:
         """Return the bytes that are kept of layers until their backward pass."""

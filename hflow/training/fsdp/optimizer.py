@@ -92,6 +92,12 @@ class TorchOptimizer(StepOptimizer):
             return tuple(torch.zeros_like(shard) for _ in range(num))
         return tuple(state.detach() for state in self._optimizer.states_of(self._shard_of[weight]))
 
+    def load_states(self, weight: nn.Parameter, states: Sequence[Tensor]) -> None:
+        """Take the states of a weight that `states_of` returned, after they were read."""
+        shard = self._shard_of.get(weight)
+        if shard is not None and shard.numel():
+            self._optimizer.load_states(shard, states)
+
     def states(self) -> list[Tensor]:
         """Return the state of all shards, if it is on their device."""
         states = (value for state in self._optimizer.state.values() for value in state.values())

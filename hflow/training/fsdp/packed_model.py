@@ -9,7 +9,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
+from hflow.models.adapter import output_adapter
 from hflow.models.expert_balance import BALANCED
 from hflow.models.expert_replay import REPLAYED
 from hflow.models.host_offload import activations_in_host_memory
@@ -78,8 +80,10 @@ class PackedModel(nn.Module):
             return zero
         if self.head_kind == "lm":
             rows = hidden.index_select(0, packed.computed_rows(packed.targets - 1))
-            assert isinstance(self.head, nn.Linear)
-            logits = MatrixLogits(rows, OutputMatrix(self.head.weight, self.head.bias), temperature)
+            layer, adapter = output_adapter(self.head)
+            low = None if adapter is None else linear(rows, adapter.a) * adapter.scale
+            matrix = OutputMatrix(layer.weight, layer.bias, added=None if adapter is None else adapter.b)
+            logits = MatrixLogits(rows, matrix, temperature, packed.kept, low)
             return consume(LmOutput(logits, packed, get_requested()))
         config: Any = self.backbone.config
         padding_id = getattr(config.get_text_config(), "pad_token_id", None)

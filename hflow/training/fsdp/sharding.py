@@ -37,6 +37,7 @@ def place_model(
     dtype: torch.dtype,
     group: ProcessGroup | None,
     layout: Layout,
+    fill: Callable[[], None],
 ) -> None:
     """Move a model to its device, sharded over `group`.
 
@@ -49,8 +50,11 @@ def place_model(
         group: the ranks to shard over; None leaves the weights whole. Gradients are summed over the ranks,
             not averaged.
         layout: the layout of these ranks, which says how many of them shard the weights together.
+        fill: puts weights that exist already in the place of those on the meta device, before these get
+            memory. They are sharded in the same way. A rank whose last block of rows is short copies it.
     """
     if group is None:
+        fill()
         root.to(device)
         if dtype != torch.float32:
             for layer in layers:
@@ -62,6 +66,7 @@ def place_model(
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None)
     for unit in (*(layer for layer in layers if _num_bytes(layer) >= MIN_UNIT_BYTES), root):
         fully_shard(unit, mesh=mesh, mp_policy=policy)
+    fill()
     root._apply(lambda tensor: _on_device(tensor, device))
     for module in root.modules():
         if isinstance(module, FSDPModule):

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
@@ -45,18 +45,26 @@ class TrainedModel:
         """Description of the model for its checkpoint."""
         return CheckpointInfo.of(self.model.config, self.head, self.optimizer)
 
-    def states(self) -> Iterator[BlockState]:
-        """Yield this rank's rows of every weight. Only ranks along a replicate axis have the same rows."""
+    def states(self, *, are_read: bool = False) -> Iterator[BlockState]:
+        """Yield this rank's rows of every weight. Only ranks along a replicate axis have the same rows.
+
+        Args:
+            are_read: whether their values are overwritten by those of a checkpoint.
+        """
         names = {weight: name for name, weight in self.named_parameters()}
         for weight, blocks in held_blocks(self.model, self.module, self.module.head, self.head):
             kinds = {WEIGHT: blocks}
+            held: tuple[Tensor, ...] = ()
             if self.optimizer is not None:
                 states = states_at(self.optimizer.optim, blocks[0].tensor, weight.dim())
-                for state, values in zip(states, self.optimizer.states_of(weight, len(states)), strict=True):
+                held = self.optimizer.states_of(weight, len(states))
+                for state, values in zip(states, held, strict=True):
                     kinds[state.name] = blocks_of(self.model, names[weight], weight, values)
             for index, block in enumerate(blocks):
                 of_block = {kind: parts[index].values for kind, parts in kinds.items()}
                 yield BlockState(block.tensor, block.shape, block.box, of_block)
+            if self.optimizer is not None and are_read:
+                self.optimizer.load_states(weight, held)
 
     def saved_states(self) -> Iterator[BlockState]:
         """Yield the states that this rank writes. Ranks along a replicate axis take turns."""
@@ -99,7 +107,7 @@ def load_model_shards(trained: TrainedModel, directory: Path) -> None:
     whole = stacked_views(trained.model.config.model_type, named)
     shapes = {name: tuple(tensor.shape) for name, tensor in whole}
     with open_shards(directory, trained.info, shapes) as reader:
-        for state in trained.states():
+        for state in trained.states(are_read=True):
             for kind in reader.info.kinds_of(state.tensor, len(state.shape)):
                 if kind in state.values:
                     reader.fill(state.tensor, state.box, state.values[kind], kind)

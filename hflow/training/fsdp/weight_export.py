@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from hflow.base.durable_files import WriteFiles
-from hflow.models.adapter import adapter_weights, base_parameters, saved_peft_config, write_adapter
+from hflow.models.adapter import adapter_weights, base_tensors, rounding_of, saved_peft_config, write_adapter
 from hflow.models.expert_tensors import stacked_views
 from hflow.models.heads import head_prefix, saved_config
 from hflow.models.host_copy import HostCopies
@@ -25,7 +25,7 @@ from hflow.training.fsdp.optimizer import local_shard
 from hflow.training.fsdp.shard_collectives import gather_in_place, replicate_index, shard_group
 from hflow.training.hf_files import Copies, FileDivision, check_is_shared
 from hflow.types.tensor_slices import BUCKET_BYTES, Block, Box, numel, whole_box
-from hflow.weights.adapters import A, B, merge
+from hflow.weights.adapters import with_adapter
 
 Named = tuple[str, Tensor]
 ReceiverOf = Callable[[str], int]
@@ -109,17 +109,15 @@ def merged_weights(
     adapters = dict(
         gather_tensors(((n, x.detach()) for n, x in adapter_weights(model).items()), torch.float32)
     )
-    for name, tensor in gather_tensors(_base_tensors(model, head, kind), dtype):
-        path = name.removesuffix("weight")
-        if path + A in adapters:
-            tensor = merge(tensor, adapters[path + A], adapters[path + B], scale)
-        yield name, tensor
+    for name, tensor in gather_tensors(_all_tensors(model, head, kind), dtype):
+        yield name, with_adapter(adapters, scale, name, tensor)
 
 
-def _base_tensors(model: PreTrainedModel, head: nn.Module, kind: str) -> list[Named]:
-    """Return every weight but adapters, as this rank stores it."""
-    base = base_parameters(model).items()
-    return [(name, weight.detach()) for name, weight in (*base, *_scalar_weights(head, kind))]
+def _all_tensors(model: PreTrainedModel, head: nn.Module, kind: str) -> Iterator[Named]:
+    """Yield every weight but adapters, as this rank stores it."""
+    yield from base_tensors(model)
+    for name, weight in _scalar_weights(head, kind):
+        yield name, weight.detach()
 
 
 def copy_model(
@@ -158,7 +156,7 @@ def copy_model(
     adapters = dict(collect_tensors(stored, dtype, rank, host, lambda name: 0))
     write_merged: WriteFiles = list
     if lora.save_merged:
-        base, scale = _base_tensors(model, head, kind), lora.scale
+        base, scale = [(n, x.to("meta")) for n, x in _all_tensors(model, head, kind)], lora.scale
 
         def merged(receiver_of: ReceiverOf) -> Iterator[Named]:
             for name, tensor in merged_weights(model, head, kind, dtype, scale):
@@ -167,10 +165,10 @@ def copy_model(
 
         write_merged = _copy_files(model, kind, directory / MERGED, base, merged, dtype, group)
 
-    config = saved_peft_config(model, settings)
+    config, rounding = saved_peft_config(model, settings), rounding_of(settings)
 
     def write() -> list[Path]:
-        paths = write_adapter(directory, config, kind, adapters) if rank == 0 else []
+        paths = write_adapter(directory, config, kind, adapters, rounding) if rank == 0 else []
         return [*paths, *write_merged()]
 
     return write

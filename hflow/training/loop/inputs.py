@@ -27,7 +27,9 @@ from hflow.models.expert_replay import ReplayedExperts, replayed_experts
 from hflow.models.hf_config import max_length
 from hflow.models.packed_attention import PackedLayout, SharedRows
 from hflow.training.interface import NodeCall
+from hflow.training.loop.kept_sets import KeptSets
 from hflow.types import Sequences, Unit
+from hflow.types.kept_tokens import KEPT_TOKENS
 from hflow.types.routed_experts import ROUTED_EXPERTS
 from hflow.types.trajectory import TRAJECTORY
 from hflow.vision.batches import SEEN, SequencesWithImages
@@ -126,6 +128,8 @@ class PackedBatch(PackedTokens):
     """Which entries of each unit count: bool `[T]`, `[S]`, `[P]`."""
     num_valid: dict[Unit, int]
     """Number of entries of each unit that count."""
+    kept: KeptSets | None
+    """The tokens that the learned ones were drawn from; None: all."""
 
 
 def body_sequences(call: NodeCall, packed: PackedBatch) -> Sequences:
@@ -280,13 +284,14 @@ def pack_batch(
 ) -> PackedBatch:
     """Move a prepared batch to the device, as `pack_tokens` does, with what the body needs."""
     seqs = sequences_of(batch, device)
+    targets = target_positions(batch)
     learns = np.asarray(batch.columns[LEARNED].values)
     learned = to_tensor(learns, device)
     return PackedBatch(
         **vars(pack_tokens(batch, device, dtype, replays, vision)),
         batch=batch,
         seqs=seqs,
-        targets=to_tensor(target_positions(batch), device),
+        targets=to_tensor(targets, device),
         observed=None if OBSERVED not in batch.columns else to_tensor(batch.columns[OBSERVED].values, device),
         last_tokens=to_tensor(batch.offsets[1:] - 1, device),
         valid={
@@ -299,6 +304,7 @@ def pack_batch(
             Unit.SEQUENCE: int(learns.sum()),
             Unit.GROUP: len(np.unique(batch.groups[learns])),
         },
+        kept=KeptSets.of_batch(batch, targets, device) if KEPT_TOKENS in batch.columns else None,
     )
 
 

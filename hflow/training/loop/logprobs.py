@@ -10,6 +10,11 @@ these rows by factors that are known only after the forward pass. The gradient o
 afterwards, but not that of the matrix, which is a sum over rows and needs the logits again. So gradients
 computed in the forward pass would save no product.
 
+Logits of tokens outside the set that a token was drawn from (`KeptSets`) become those of padding. So all
+results are those of the distribution over the set, and no gradient reaches the others.
+
+An adapter of the matrix adds the product of its second matrix and r numbers of each row.
+
 Axes: N rows, C rows of a chunk, K requested tokens of a row, V' logits of a row on this rank, D hidden.
 """
 
@@ -26,12 +31,15 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn.functional import linear
 
+from hflow.training.loop.kept_sets import KeptSets
+
 CHUNK_BYTES = 1 << 29
 """Bytes of the logits of a chunk."""
 LOGITS_PER_TILE = 1 << 22
 """Logits of a tile."""
 PADDING_LOGIT = -1e30
-"""Logit of a padding entry of the vocabulary. Its probability is 0, and 0 times the logit is 0, not NaN."""
+"""Logit of a padding entry of the vocabulary, or of a token that sampling left out. Its probability is 0, and
+0 times the logit is 0, not NaN."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +56,19 @@ class OutputMatrix:
     """Rows that belong to a token, the first ones; None: all."""
     group: ProcessGroup | None = None
     """The ranks that have the other rows; None: this one has all."""
+    added: Tensor | None = None
+    """An adapter's second matrix, `[V', r]`."""
 
-    def logits(self, rows: Tensor) -> Tensor:
-        """Return logits `[C, V']` of hidden states `[C, D]`; those of padding are `PADDING_LOGIT`."""
+    def logits(self, rows: Tensor, low: Tensor | None = None) -> Tensor:
+        """Return logits `[C, V']` of hidden states; those of padding are `PADDING_LOGIT`.
+
+        Args:
+            rows: hidden states `[C, D]`.
+            low: what the adapter's second matrix is multiplied by, `[C, r]`.
+        """
         logits = linear(rows, self.weight, self.bias)
+        if self.added is not None and low is not None:
+            logits.addmm_(low, self.added.T)
         if self.num_valid is not None:
             logits[:, self.num_valid :] = PADDING_LOGIT
         return logits
@@ -71,6 +88,10 @@ class MatrixLogits:
     matrix: OutputMatrix
     temperature: float
     """Logits are divided by it."""
+    kept: KeptSets | None = None
+    """The tokens that each row's distribution is over; None: all."""
+    low: Tensor | None = None
+    """What the adapter's second matrix is multiplied by, `[N, r]`; None: there is no adapter."""
 
     def measure(self, names: Sequence[str], ids: Tensor) -> Sequence[Tensor]:
         """Compute some of `logprobs` and `entropy`, in one pass."""
@@ -93,7 +114,17 @@ class MatrixLogits:
         """Return log-probs `[N, K]` of tokens or of the `k` likeliest ones, the entropy, and the tokens."""
         matrix = self.matrix
         results: tuple[Tensor, Tensor, Tensor] = _Logprobs.apply(  # type: ignore[no-untyped-call]
-            self.rows, matrix.weight, matrix.bias, ids, k, matrix, self.temperature, with_entropy
+            self.rows,
+            matrix.weight,
+            matrix.bias,
+            self.low,
+            matrix.added,
+            ids,
+            k,
+            matrix,
+            self.temperature,
+            with_entropy,
+            self.kept,
         )
         return results
 
@@ -107,11 +138,14 @@ class _Logprobs(torch.autograd.Function):
         rows: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        low: Tensor | None,
+        b: Tensor | None,
         ids: Tensor | None,
         k: int,
         matrix: OutputMatrix,
         temperature: float,
         with_entropy: bool,
+        sets: KeptSets | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return log-probs `[N, K]`, entropy `[N]`, which has a meaning `with_entropy`, and the tokens."""
         index, is_local = _local_index(ids, matrix) if ids is not None else (None, None)
@@ -121,7 +155,8 @@ class _Logprobs(torch.autograd.Function):
         statistics = picked.new_zeros(3, len(rows))
         kept = None
         for chunk in _slices(len(rows), matrix.rows_per_chunk):
-            logits = matrix.logits(rows[chunk])
+            part_low = None if low is None else low[chunk]
+            logits = _restricted(matrix.logits(rows[chunk], part_low), chunk, matrix.first, sets)
             if index is None:
                 values, candidates[chunk] = logits.topk(num_picked, dim=-1)
             else:
@@ -137,9 +172,10 @@ class _Logprobs(torch.autograd.Function):
         highest, total, mean, picked = _combined(statistics, picked, is_local, matrix.group)
         # The weight is not kept outside of what is saved: the graph lives until that of the next micro-batch.
         ctx.first, ctx.num_valid, ctx.temperature = matrix.first, matrix.num_valid, temperature
+        ctx.sets = sets
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
-            rows, weight, bias, index, is_local, highest + total.log(), highest + mean, kept
+            rows, weight, bias, low, b, index, is_local, highest + total.log(), highest + mean, kept
         )
         ctx.mark_non_differentiable(ids)
         return picked - total.log()[:, None], total.log() - mean, ids
@@ -149,19 +185,24 @@ class _Logprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, _: None
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden states, matrix and bias."""
-        rows, weight, bias, index, is_local, normaliser, mean, kept = ctx.saved_tensors
-        needs_rows, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        """Return the gradients of hidden states, matrix, bias and both factors of what an adapter adds."""
+        rows, weight, bias, low, b, index, is_local, normaliser, mean, kept = ctx.saved_tensors
+        needs_rows, needs_weight, needs_bias, needs_low, needs_b = ctx.needs_input_grad[:5]
         grad_rows = torch.empty_like(rows) if needs_rows else None
         grad_weight = torch.zeros_like(weight) if needs_weight else None
         grad_bias = torch.zeros_like(bias) if needs_bias else None
+        grad_low = torch.empty_like(low) if needs_low else None
+        grad_b = torch.zeros_like(b) if needs_b else None
         added = torch.zeros_like(is_local, dtype=torch.float32)
         if grad_logprobs is not None:
             added = grad_logprobs * is_local
         slope = torch.zeros_like(mean) if grad_logprobs is None else grad_logprobs.sum(-1)
-        matrix = OutputMatrix(weight, bias, ctx.first, ctx.num_valid)
+        matrix = OutputMatrix(weight, bias, ctx.first, ctx.num_valid, added=b)
         for chunk in _slices(len(rows), matrix.rows_per_chunk):
-            logits = matrix.logits(rows[chunk]) if kept is None else kept
+            part_low = None if low is None else low[chunk]
+            logits = kept
+            if logits is None:
+                logits = _restricted(matrix.logits(rows[chunk], part_low), chunk, matrix.first, ctx.sets)
             for tile in _slices(len(logits), _rows_per_tile(logits)):
                 part = slice(chunk.start + tile.start, chunk.start + tile.stop)
                 x = _scaled(logits[tile], ctx.temperature)
@@ -179,8 +220,22 @@ class _Logprobs(torch.autograd.Function):
                 grad_weight.addmm_(logits.T, rows[chunk])
             if grad_bias is not None:
                 grad_bias += logits.sum(0)
+            if grad_low is not None:
+                torch.mm(logits, b, out=grad_low[chunk])
+            if grad_b is not None and part_low is not None:
+                grad_b.addmm_(logits.T, part_low)
             del logits
-        return grad_rows, grad_weight, grad_bias, *[None] * 5
+        return grad_rows, grad_weight, grad_bias, grad_low, grad_b, *[None] * 6
+
+
+def _restricted(logits: Tensor, rows: slice, first: int, sets: KeptSets | None) -> Tensor:
+    """Replace logits `[C, V']` of tokens outside the sets of their rows."""
+    if sets is None:
+        return logits
+    for tile in _slices(len(logits), _rows_per_tile(logits)):
+        part = slice(rows.start + tile.start, rows.start + tile.stop)
+        logits[tile].masked_fill_(sets.is_left_out(part, first, logits.shape[1]), PADDING_LOGIT)
+    return logits
 
 
 def _slices(num: int, size: int) -> Iterator[slice]:

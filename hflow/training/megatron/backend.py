@@ -98,7 +98,7 @@ class MegatronModel(ModelBackend):
         return held_blocks(self._stage)
 
     @override
-    def without_adapters(self, settings: ModelSettings) -> ModelBackend:
+    def share_weights(self, settings: ModelSettings) -> ModelBackend:
         return MegatronBase(settings, self)
 
     @override

@@ -64,6 +64,8 @@ class RowDivision:
     """int64 `[K]`: each segment's keys, as positions in the rows `[C R]` of all ranks."""
     learned: Tensor
     """int64 `[M]`: which of the N learned tokens are predicted by this rank's rows."""
+    learned_here: Rows
+    """`learned`, on the host."""
     learned_rows: Tensor
     """int64 `[M]`: the row, below R, that predicts each of them."""
 
@@ -144,6 +146,7 @@ def divide_rows(
         ),
         keys=to_tensor(np.concatenate(keys) if keys else np.empty(0, dtype=np.int64), device),
         learned=to_tensor(learned, device),
+        learned_here=learned,
         learned_rows=to_tensor(predictors, device),
     )
 

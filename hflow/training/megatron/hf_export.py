@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from hflow.training.hf_files import Copies, FileDivision, check_is_shared
 from hflow.training.megatron.hf_mapping import backbone_shapes
 from hflow.training.megatron.model import Stage
 from hflow.training.megatron.weight_export import named_weights
-from hflow.weights.adapters import A, B, merge
+from hflow.weights.adapters import with_adapter
 
 
 def copy_model(stage: Stage, settings: ModelSettings, directory: Path, host: HostCopies) -> WriteFiles:
@@ -46,21 +46,13 @@ def copy_model(stage: Stage, settings: ModelSettings, directory: Path, host: Hos
         return copy_stage(stage, directory, host)
     write_merged: WriteFiles = list
     if lora.save_merged:
-        merged = partial(_with_adapter, dict(named_weights(stage)), lora.scale)
+        merged = partial(with_adapter, dict(named_weights(stage)), lora.scale)
         write_merged = copy_stage(stage.whole, directory / MERGED, host, changed=merged)
     adapters = {name: host.copy(tensor) for name, tensor in named_weights(stage, receiver_of=lambda name: 0)}
     if rank > 0:
         return write_merged
     config = saved_peft_config(model_without_weights(stage.hf_config, stage.dtype), settings)
     return lambda: [*write_adapter(directory, config, stage.head, adapters), *write_merged()]
-
-
-def _with_adapter(adapters: Mapping[str, Tensor], scale: float, name: str, tensor: Tensor) -> Tensor:
-    """Return a tensor of the model with its adapter added, if it has one."""
-    path = name.removesuffix("weight")
-    if path + A not in adapters:
-        return tensor
-    return merge(tensor, adapters[path + A], adapters[path + B], scale)
 
 
 def _unchanged(name: str, tensor: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ def model_state(rank: Rank) -> Items:
     none of its own where it uses those of a trainer. Beside adapters, weights have neither gradients nor
     state.
     """
-    if rank.replica.base_of:
+    if rank.is_bare_base:
         return Items()
     weights = item(MemoryCategory.WEIGHTS, rank.width * rank.sizes.total)
     if rank.replica.role != "train":

@@ -34,7 +34,7 @@ from hflow.models.heads import ScalarHead
 from hflow.models.hf_config import read_config, translate_errors
 from hflow.models.packed_attention import PackedLayout
 from hflow.models.settings import ModelSettings
-from hflow.shapes.model_shape import ModelShape, adapted_shape
+from hflow.shapes.model_shape import ModelShape, adapted_shape, adapter_targets
 from hflow.training.fsdp.build import HEADS, check_choice
 from hflow.training.loop.logprobs import OutputMatrix
 from hflow.training.megatron.adapters import add_adapters
@@ -262,7 +262,7 @@ def _uninitialized_stage(
     )
     trained, lora = shape, settings.lora
     if lora is not None:
-        trained = adapted_shape(shape, lora.r, lora.chosen)
+        trained = adapted_shape(shape, lora.r, lora.chosen(adapter_targets(shape)))
         with torch.device(device):
             add_adapters(module, adapted_linears(trained, position, kernels), lora.scale)
     if parallel.is_first_stage:

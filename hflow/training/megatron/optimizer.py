@@ -128,10 +128,12 @@ class MegatronOptimizer(StepOptimizer):
 
     def states_of(self, name: str) -> tuple[Tensor, ...]:
         """Return the state of what this rank updates of a parameter, flattened, in the order of its kinds."""
-        shard = self.ranges[name].shard
-        (part,) = (part for part in self._parts if any(x is shard for x in part.get_parameters()))
-        states: tuple[Tensor, ...] = part.optimizer.states_of(shard)
+        states: tuple[Tensor, ...] = self._optimizer_of(name).states_of(self.ranges[name].shard)
         return states
+
+    def load_states(self, name: str, states: Sequence[Tensor]) -> None:
+        """Take what `states_of` returned, after it was read."""
+        self._optimizer_of(name).load_states(self.ranges[name].shard, states)
 
     def states(self) -> list[Tensor]:
         """Return separate master weights, and the optimizer's state."""
@@ -148,6 +150,12 @@ class MegatronOptimizer(StepOptimizer):
     def _param_groups(self) -> Iterator[dict[str, Any]]:
         for part in self._parts:
             yield from part.param_groups
+
+    def _optimizer_of(self, name: str) -> Any:
+        """Return the `GroupOptimizer` that updates a parameter."""
+        shard = self.ranges[name].shard
+        (part,) = (part for part in self._parts if any(x is shard for x in part.get_parameters()))
+        return part.optimizer
 
     def _distributed_optimizers(self, stage: Stage) -> list[Any]:
         """Return the optimizers of weights that all data ranks have, and of divided experts, if any."""

@@ -182,7 +182,7 @@ class MegatronRunner:
         return stage_output(self.stage, packed, division, hidden, call.temperature, requested)
 
 
-_REPLAYED = (kind.name for kind in requestable_kinds() if kind.is_replayed)
+_REPLAYED = (kind.name for kind in requestable_kinds() if kind.replayed_in == "layers")
 LAYER_COLUMNS = ("input_ids", LEARNED, NUM_SEQUENCES, *_REPLAYED)
 """The columns that layers need, if there are any. Sample ids, group ids and lengths are not columns."""
 

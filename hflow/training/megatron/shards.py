@@ -43,7 +43,7 @@ def load_stage_shards(stage: Stage, optimizer: MegatronOptimizer | None, directo
         for block in held_blocks(stage):
             reader.fill(block.tensor, block.box, block.values)
         if optimizer is not None:
-            for state in _states(stage.parameters, optimizer):
+            for state in _states(stage.parameters, optimizer, are_read=True):
                 for kind in reader.info.kinds_of(state.tensor, len(state.shape)):
                     reader.fill(state.tensor, state.box, state.values[kind], kind)
             optimizer.resume(reader.info.num_steps)
@@ -81,14 +81,17 @@ def _frozen_states(stage: Stage, parameters: list[MappedParameter]) -> Iterator[
                 yield BlockState(block.tensor, block.shape, block.box, {WEIGHT: block.values})
 
 
-def _states(parameters: Iterable[MappedParameter], optimizer: MegatronOptimizer) -> Iterator[BlockState]:
-    """Yield the boxes of what this rank updates of some parameters."""
+def _states(
+    parameters: Iterable[MappedParameter], optimizer: MegatronOptimizer, *, are_read: bool = False
+) -> Iterator[BlockState]:
+    """Yield the boxes of what this rank updates of some parameters, whose values may be read into them."""
     for parameter in parameters:
         if parameter.name not in optimizer.ranges:
             continue
         master, part = optimizer.ranges[parameter.name], parameter.parts[0]
         kinds = (state.name for state in states_at(optimizer.optim, part.tensor, len(part.shape)))
-        states = dict(zip(kinds, optimizer.states_of(parameter.name), strict=True))
+        held = optimizer.states_of(parameter.name)
+        states = dict(zip(kinds, held, strict=True))
         blocks = {
             kind: list(range_blocks(parameter, master.start, values))
             for kind, values in {WEIGHT: master.shard.detach(), **states}.items()
@@ -96,3 +99,5 @@ def _states(parameters: Iterable[MappedParameter], optimizer: MegatronOptimizer)
         for index, block in enumerate(blocks[WEIGHT]):
             values = {kind: parts[index].values for kind, parts in blocks.items()}
             yield BlockState(block.tensor, block.shape, block.box, values)
+        if are_read:
+            optimizer.load_states(parameter.name, held)

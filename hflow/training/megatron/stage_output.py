@@ -38,7 +38,8 @@ def stage_output(
         padding_id = getattr(stage.hf_config, "pad_token_id", None)
         return ScalarOutput(packed.expand(scalars), packed, stage.head, padding_id)
     predictors = packed.computed_rows(packed.targets - 1) if division is None else division.learned_rows
-    logits = MatrixLogits(hidden.index_select(0, predictors), stage.output_matrix, temperature)
+    kept = packed.kept if division is None or packed.kept is None else packed.kept.take(division.learned_here)
+    logits = MatrixLogits(hidden.index_select(0, predictors), stage.output_matrix, temperature, kept)
     if division is None:
         return LmOutput(logits, packed, requested)
     return LmOutput(DividedLogits(logits, division, len(packed.targets)), packed, requested)

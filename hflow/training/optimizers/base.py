@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,14 @@ class BaseOptimizer(torch.optim.AdamW, abc.ABC):
     @abc.abstractmethod
     def states_of(self, weight: Tensor) -> tuple[Tensor, ...]:
         """Return a weight's states, as `GroupOptimizer.states_of`."""
+
+    def load_states(self, weight: Tensor, states: Sequence[Tensor]) -> None:
+        """Take states, as `GroupOptimizer.load_states`; those of `states_of` are the optimizer's own here."""
+
+    def _is_in_layers(self, weight: Tensor) -> bool:
+        """Return whether a weight is a matrix of a layer."""
+        groups = (group["params"] for group in self.param_groups if group["in_layers"])
+        return any(weight is one for params in groups for one in params)
 
     def _state(self, weight: Tensor, *names: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
         """Return states of a weight; at first zeros."""

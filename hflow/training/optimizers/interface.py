@@ -51,11 +51,17 @@ class GroupOptimizer(Protocol):
         """Update every weight that has a gradient."""
 
     def states_of(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """Return a weight's states, in the order of `OptimizerTraits.states`; allocated at the first call."""
+        """Return a weight's states, in the order of `OptimizerTraits.states`; allocated at the first call.
+
+        They have the weight's shape. Where the optimizer keeps them in another form, these are copies.
+        """
+
+    def load_states(self, weight: Tensor, states: Sequence[Tensor]) -> None:
+        """Take what `states_of` returned, after a checkpoint has been read into it."""
 
 
 class MatrixOptimizer(GroupOptimizer, Protocol):
-    """An optimizer whose updates depend on whole matrices (`OptimizerTraits.needs_whole_matrix`)."""
+    """An optimizer whose updates depend on whole matrices (`OptimizerTraits.matrix_flops`)."""
 
     def begin_step(self) -> None:
         """Replace the gradient of each matrix of a layer by what its update depends on, in place."""

@@ -167,7 +167,7 @@ class EngineManager:
 
     def close(self) -> None:
         """End the engines' threads."""
-        for driver in self._drivers.values():
+        for driver in reversed(tuple(self._drivers.values())):  # those on the weights of others first
             driver.close()
 
     def _first_level(self, replica: str) -> SleepLevel:

@@ -163,7 +163,7 @@ class GenerateRunner:
 
 
 def _sampling_params(program: NodeProgram) -> SamplingParams:
-    names = ("temperature", "top_p", "top_k", "max_tokens", "stop")
+    names = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop")
     return SamplingParams(
         **{name: program.options[name] for name in names if name in program.options},
         record=tuple(kind.name for kind in requested_kinds(program.options)),

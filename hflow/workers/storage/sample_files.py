@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from hflow.engines.interface import GenerationResult
 from hflow.episodes.journal import Journal, JournalEntry
 from hflow.types import Unit
 from hflow.types.image import Colours, PlacedImage, ProcessedImage
+from hflow.types.recorded import Recorded
 from hflow.workers.interface import NotSaved
 from hflow.workers.storage.field_column import Cell, FieldColumn, PackedValues
 from hflow.workers.storage.sample_store import StoredStream
@@ -41,8 +42,10 @@ _TOKENS = ("ids", "logprobs", "versions")
 _TOKEN_DTYPES = (np.int64, np.float64, np.int64)
 """Wide enough for what Python holds, so that no bit is lost."""
 
-_JSON, _PYTHON, _NUMPY, _PACKED = "json", "python", "numpy", "packed"
-"""Forms of values: text and JSON, Python numbers, numpy scalars, and rows of packed values."""
+_JSON, _PYTHON, _NUMPY, _PACKED, _BYTES = "json", "python", "numpy", "packed", "bytes"
+"""Forms of values: text and JSON, Python numbers, numpy scalars, rows of packed values, and those of bytes.
+
+Of entries of bytes there are two tensors: the number of bytes of each, and all bytes."""
 
 Array = npt.NDArray[Any]
 
@@ -125,6 +128,8 @@ class SampleFiles:
         for name, dtype in zip(_TOKENS, _TOKEN_DTYPES, strict=True):
             parts = [np.array(getattr(result, name), dtype) for result in results]
             tensors[f"journals.{name}"] = np.concatenate([np.zeros(0, dtype), *parts])
+        if records := [entries for result in results for entries in result.recorded.values()]:
+            tensors["journals.recorded"] = np.frombuffer(b"".join(chain.from_iterable(records)), np.uint8)
         return rows
 
 
@@ -171,7 +176,8 @@ def _encode(unit: Unit, cell: Cell) -> _Value:
     if packed is not None:
         assert isinstance(packed.values, np.ndarray)
         start, stop = (value, value + 1) if packed.offsets is None else packed.offsets[value : value + 2]
-        return _Value(_PACKED, packed.values[start:stop])
+        form = _BYTES if packed.values.dtype == object else _PACKED
+        return _Value(form, packed.values[start:stop])
     numbers = list(value) if unit is Unit.TOKEN else [value]
     try:
         array = np.array(numbers)
@@ -219,7 +225,10 @@ def _stream_row(
             else:
                 row["lengths"] = [len(value) for value in samples.values()]
                 row["tensor"] = f"{prefix}{len(rows)}"
-                tensors[row["tensor"]] = np.concatenate(list(samples.values()))
+                joined = np.concatenate(list(samples.values()))
+                if form == _BYTES:
+                    joined, tensors[f"{row['tensor']}.bytes"] = _split_bytes(joined)
+                tensors[row["tensor"]] = joined
             rows.append(row)
     lengths, groups = zip(*shapes.values(), strict=True)
     return {"samples": list(shapes), "lengths": lengths, "groups": groups, "fields": rows}
@@ -231,8 +240,23 @@ def _entry_row(entry: JournalEntry, results: list[GenerationResult]) -> dict[str
     row["request"] = _json_value(entry.request)
     if isinstance(entry.outcome, GenerationResult):
         results.append(entry.outcome)
-        return row | {"num_tokens": len(entry.outcome.ids), "stop_reason": entry.outcome.stop_reason}
+        row |= {"num_tokens": len(entry.outcome.ids), "stop_reason": entry.outcome.stop_reason}
+        recorded = {name: list(map(len, entries)) for name, entries in entry.outcome.recorded.items()}
+        return row | ({"recorded": recorded} if recorded else {})
     return row | {"outcome": _json_value(entry.outcome)}
+
+
+def _split_bytes(entries: Array) -> tuple[Array, Array]:
+    """Return the number of bytes of each entry, int64, and all bytes, uint8."""
+    sizes = np.fromiter(map(len, entries), np.int64, len(entries))
+    return sizes, np.frombuffer(b"".join(entries), np.uint8)
+
+
+def _joined_bytes(sizes: Sequence[int] | Array, data: Array) -> Array:
+    """Return the entries that `_split_bytes` split."""
+    entries, whole = np.empty(len(sizes), object), data.tobytes()
+    entries[:] = [whole[start:stop] for start, stop in pairwise(accumulate(sizes, initial=0))]
+    return entries
 
 
 def _json_value(value: Any) -> Any:
@@ -334,9 +358,11 @@ class SampleFilesReader:
             values = dict(zip(row["samples"], row["values"], strict=True))
             return {sample: (None, self._object(unit, values[sample])) for sample in held}
         array = self._tensor(row["tensor"], row["lengths"])
+        if form == _BYTES:
+            array = _joined_bytes(array, self._tensor(f"{row['tensor']}.bytes", array.tolist()))
         offsets = np.cumsum([0, *row["lengths"]], dtype=np.int64)
         packed = PackedValues(array, offsets if unit is Unit.TOKEN else None)
-        if form == _PACKED:
+        if form in (_PACKED, _BYTES):
             column = FieldColumn(row["field"], unit)
             column.put_packed(row["samples"], packed)
             lengths = dict(zip(row["samples"], row["lengths"], strict=True))
@@ -384,6 +410,15 @@ class SampleFilesReader:
             if "num_tokens" in row
         ]
         tokens = {name: self._tensor(f"journals.{name}", num_tokens).tolist() for name in _TOKENS}
+        sizes = [
+            size
+            for rows in self._journals.values()
+            for entries in rows.values()
+            for row in entries
+            for of_kind in row.get("recorded", {}).values()
+            for size in of_kind
+        ]
+        records = iter(_joined_bytes(sizes, self._tensor("journals.recorded", sizes)) if sizes else ())
         journals: dict[tuple[str, int], Journal] = {}
         start = 0
         for source, rows in self._journals.items():
@@ -391,18 +426,23 @@ class SampleFilesReader:
                 journal = []
                 for row in entries:
                     stop = start + row.get("num_tokens", 0)
-                    journal.append(_entry(row, {name: x[start:stop] for name, x in tokens.items()}))
+                    recorded = {
+                        name: tuple(islice(records, len(of_kind)))
+                        for name, of_kind in row.get("recorded", {}).items()
+                    }
+                    of_row = {name: x[start:stop] for name, x in tokens.items()}
+                    journal.append(_entry(row, of_row, recorded))
                     start = stop
                 journals[source, int(sample)] = Journal(tuple(journal))
         return journals
 
 
-def _entry(row: Mapping[str, Any], tokens: Mapping[str, list[Any]]) -> JournalEntry:
-    """Return the entry of a journal, with the tokens of its completion."""
+def _entry(row: Mapping[str, Any], tokens: Mapping[str, list[Any]], recorded: Recorded) -> JournalEntry:
+    """Return the entry of a journal, with the tokens of its completion and what was recorded beside them."""
     outcome = row.get("outcome")
     if "num_tokens" in row:
         ids, logprobs, versions = (tuple(tokens[name]) for name in _TOKENS)
-        outcome = GenerationResult(ids, logprobs, versions, row["stop_reason"])
+        outcome = GenerationResult(ids, logprobs, versions, row["stop_reason"], recorded)
     return JournalEntry(row["kind"], row["model"], row["request"], outcome, row["is_done"])
 
 

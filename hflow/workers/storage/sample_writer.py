@@ -69,7 +69,7 @@ class SampleWriter:
         """Make the writer for a node and the streams that it opens."""
         streams = tuple(s.name for s in plan.graph.streams if s.source == program.name)
         kinds, shapes = requested_kinds(program.options), dict(plan.shapes)
-        formats = [(kind, kind.row_format(shapes[program.models[0]])) for kind in kinds]
+        formats = [(kind, kind.row_format(shapes[program.models[0]], program.options)) for kind in kinds]
         recorded = tuple((kind, form) for kind, form in formats if form is not None)
         returns_list = plan.graph.node(program.name).spec.returns_list
         sees = any(model.vision for model in plan.graph.models if model.name in program.models[:1])

@@ -47,7 +47,18 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 LABELS = ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user")
 """Options of OpenAI's APIs that change no result."""
-_COMMON = ("model", "max_tokens", "seed", "stop", "stream", "stream_options", "temperature", "top_k", "top_p")
+_COMMON = (
+    "model",
+    "max_tokens",
+    "min_p",
+    "seed",
+    "stop",
+    "stream",
+    "stream_options",
+    "temperature",
+    "top_k",
+    "top_p",
+)
 _CHAT = (*_COMMON, "logprobs", "max_completion_tokens", "messages", "tool_choice", "tools")
 _TEXT = (*_COMMON, "logprobs", "prompt")
 

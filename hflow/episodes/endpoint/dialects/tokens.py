@@ -36,7 +36,17 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "stream_options": ({},),
     "token_offsets": (),
 }
-_SAMPLING = ("logprobs", "max_tokens", "seed", "stop", "stop_token_ids", "temperature", "top_k", "top_p")
+_SAMPLING = (
+    "logprobs",
+    "max_tokens",
+    "min_p",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "temperature",
+    "top_k",
+    "top_p",
+)
 _SAMPLING_LABELS = (
     "detokenize",
     "flat_logprobs",
@@ -54,7 +64,6 @@ _SAMPLING_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "ignore_eos": (False,),
     "logit_bias": ({},),
-    "min_p": (0,),
     "min_tokens": (0,),
     "n": (1,),
     "presence_penalty": (0,),

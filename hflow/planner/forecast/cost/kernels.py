@@ -26,6 +26,7 @@ from hflow.shapes.model_shape import (
     layer_template,
     mean_active_experts,
     mean_mlp_rows,
+    measured_matrices,
     num_parameters,
 )
 
@@ -198,6 +199,7 @@ def kernel_seconds(
     first, last = stage_layers(shape.num_layers, layout.pipe)[0]
     of_layer = layer_passes * (elementwise_bytes(replica, work.rows) + adapter_bytes(replica, work.rows))
     others = (last - first) * (of_layer + fp8_bytes(replica, work.rows, num, layer_passes))
+    others += (last - first) * _matrix_bytes(replica, num, layer_passes)
     factor = replica.trainer.factor * replica.expert_wait
     return PassSeconds(
         factor * products / product_rate(replica, work.rows / num),
@@ -206,6 +208,23 @@ def kernel_seconds(
         factor * others / replica.rates.stream,
         factor * tower,
     )
+
+
+def _matrix_bytes(replica: ReplicaCosts, num: int, layer_passes: int) -> float:
+    """Return the bytes of memory traffic beside a layer's products that adapters need in all micro-batches.
+
+    DoRA writes and reads a matrix with its adapter in forward passes. A matrix in 4 bits is read and made
+    whole in every pass.
+    """
+    lora, width = replica.config.lora, replica.itemsize
+    if lora is None:
+        return 0.0
+    forwards, backwards = (layer_passes - 2, 1) if layer_passes > 1 else (1, 0)
+    traffic = num * forwards * 3 * width * sum(measured_matrices(replica.trained_shape)) if lora.dora else 0.0
+    if lora.base is not None:
+        matrices = sum(spec.numel for spec in layer_template(replica.shape) if spec.is_quantizable)
+        traffic += num * (forwards + backwards) * (0.5 + width) * matrices
+    return traffic
 
 
 def _adapter_weights(replica: ReplicaCosts) -> float:

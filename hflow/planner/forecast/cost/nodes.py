@@ -212,13 +212,12 @@ class Costs:
         replica = None if placed is None else self.replica(name)
         if placed is None or replica is None:
             return []
-        if placed.base_of:  # it uses the weights of its trainer
-            return self._moving_state(placed.base_of, use, changes)
-        if replica.config.offload == "none":
-            return []
+        base = self._moving_state(placed.base_of, "weights") if placed.base_of else []
+        if replica.config.offload == "none" or (placed.base_of and not placed.adapter_parameters):
+            return base
         on_cpu = self._plan.cluster.device == "cpu"
         rank = Rank(placed, replica.shape, replica.config, 0, True, on_cpu)
-        return offload(moved_bytes(rank, use, changes=changes), replica)
+        return base + offload(moved_bytes(rank, use, changes=changes), replica)
 
     def _network(self, workers: Sequence[int]) -> Link:
         """Return the link over which workers on different machines exchange."""

@@ -284,8 +284,16 @@ def _num_expert_layers(replica: ReplicaCosts, stage: int) -> int:
 # ------------------------------------------------------------------------ FSDP's weights
 def num_units(replica: ReplicaCosts) -> int:
     """Return the number of units that FSDP gathers one after the other."""
-    is_unit = layer_parameters(replica.shape) * FP32_BYTES >= MIN_UNIT_BYTES
+    is_unit = _layer_weights(replica) * FP32_BYTES >= MIN_UNIT_BYTES
     return 1 + replica.shape.num_layers // replica.layout.pipe if is_unit else 1
+
+
+def _layer_weights(replica: ReplicaCosts) -> float:
+    """Return the mean elements of a layer that FSDP divides: not those of matrices in 4 bits."""
+    lora, shape = replica.config.lora, replica.shape
+    if lora is None or lora.base is None:
+        return layer_parameters(shape)
+    return sum(spec.numel for spec in layer_template(replica.trained_shape))
 
 
 def fsdp_gathers(replica: ReplicaCosts, passes: Passes) -> Iterator[Collectives]:
@@ -300,11 +308,13 @@ def fsdp_gathers(replica: ReplicaCosts, passes: Passes) -> Iterator[Collectives]
     units, in_layers, ranks = num_units(replica), 0.0, _fsdp_ranks(replica)
     is_once = passes.backward and replica.config.zero_stage < 3
     times = 1 if is_once else passes.num * (1 + passes.backward)
+    of_layer = _layer_weights(replica)
     if units > 1:
-        layer = layer_parameters(replica.shape) * replica.gathered_bytes
+        layer = of_layer * replica.gathered_bytes
         in_layers = layer * (units - 1)
         yield Collectives("all-gather", ranks, layer, (units - 1) * times)
-    rest = replica.stage_weights * replica.gathered_bytes - in_layers
+    whole = replica.stage_weights - replica.shape.num_layers * (layer_parameters(replica.shape) - of_layer)
+    rest = whole * replica.gathered_bytes - in_layers
     yield Collectives("all-gather", ranks, rest, passes.num if passes.backward and not is_once else 1)
 
 

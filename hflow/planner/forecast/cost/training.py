@@ -43,8 +43,6 @@ from hflow.planner.plan.optimizers import optimizer_traits
 from hflow.planner.plan.request import trained_shape
 from hflow.shapes.layout import stage_layers
 
-NEWTON_SCHULZ = 5
-"""Iterations for a matrix, each with three products (`training/optimizers/muon/optimizer.py`)."""
 NORM_BYTES, COPIED_BYTES = 12, 12
 """Bytes for each weight: memory traffic of the gradient's norm and clipping, and what is copied between a GPU
 and its host where that steps, which is a weight with its gradient, and the new weight."""
@@ -338,9 +336,10 @@ def _stepping(replica: ReplicaCosts) -> list[Part]:
 def _matrix_updates(replica: ReplicaCosts) -> Iterator[Part]:
     """Yield the seconds of updates of whole matrices, and of sending their parts and those of the result.
 
-    The ranks that hold parts divide the matrices. The arithmetic is that of `NEWTON_SCHULZ` iterations.
+    The ranks that hold parts divide the matrices.
     """
-    if not optimizer_traits(replica.config.optim.name).needs_whole_matrix:
+    matrix_flops = optimizer_traits(replica.config.optim.name).matrix_flops
+    if matrix_flops is None:
         return
     traits, layout = replica.traits, replica.layout
     num_ranks = layout.fsdp_size if traits.shards_weights else layout.world
@@ -348,8 +347,7 @@ def _matrix_updates(replica: ReplicaCosts) -> Iterator[Part]:
     for (rows, columns, is_expert), num in layer_matrices(
         trained_shape(replica.shape, replica.config.lora)
     ).items():
-        short, long = sorted((rows, columns))
-        products += num * NEWTON_SCHULZ * (4 * short**2 * long + 2 * short**3)
+        products += num * matrix_flops(rows, columns)
         if divides_matrices(traits, layout, is_expert=is_expert):
             moved, num_sent = moved + num * rows * columns, num_sent + num
     yield Part("updates of matrices", products / num_ranks / replica.rates.flops, COMPUTE)

@@ -13,7 +13,17 @@ from functools import lru_cache
 from hflow.planner.forecast.memory.parts import Items, MicroBatch, item, largest
 from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
 from hflow.planner.plan.forecast import MemoryCategory
-from hflow.shapes.model_shape import ModelShape, expert_layers, layer_template, mean_mlp_rows, mlp_rows
+from hflow.shapes.model_shape import (
+    MAGNITUDE,
+    NF4_BLOCK,
+    A,
+    ModelShape,
+    expert_layers,
+    layer_template,
+    mean_mlp_rows,
+    measured_matrices,
+    mlp_rows,
+)
 
 SLOTS_PER_TOKEN = 8 / 7
 """Padded slots per token where lengths differ: the sequences of a bucket have 3/4 to 1 of its width, 7/8 on
@@ -43,11 +53,31 @@ def kept_by_layer(rank: Rank, batch: MicroBatch, num_mlp: int = 4, num_routed: i
 
 
 def kept_by_adapters(rank: Rank, batch: MicroBatch) -> int:
-    """Return the activations of a layer's adapters: r numbers a token, between the two matrices."""
+    """Return the activations of a layer's adapters: r numbers a token, between the two matrices.
+
+    With DoRA also outputs before their magnitudes are multiplied.
+    """
     if rank.config.lora is None:
         return 0
-    num_targets = len(layer_template(rank.trained_shape)) // 2
-    return rank.width * rank.config.lora.r * num_targets * batch.tokens
+    specs = layer_template(rank.trained_shape)
+    low = sum(spec.shape[0] for spec in specs if spec.name.endswith(A))
+    outputs = sum(spec.numel for spec in specs if spec.name.endswith(MAGNITUDE))
+    return rank.width * (low + outputs) * batch.tokens
+
+
+def measured_matrix(rank: Rank) -> int:
+    """Return the bytes of the largest matrix whose rows DoRA measures, with its adapter; 0 without DoRA."""
+    if rank.config.lora is None or not rank.config.lora.dora:
+        return 0
+    return rank.width * max(measured_matrices(rank.trained_shape))
+
+
+def whole_matrix(rank: Rank) -> int:
+    """Return the bytes of the largest matrix in 4 bits while it is whole, with its factors; 0 without any."""
+    if not rank.rounds_base:
+        return 0
+    largest_one = max(spec.numel for spec in layer_template(rank.shape) if spec.is_quantizable)
+    return rank.width * largest_one + FP32_BYTES * -(-largest_one // NF4_BLOCK)
 
 
 def routed_per_token(rank: Rank) -> float:

@@ -6,13 +6,14 @@ from typing import Literal
 
 from hflow.config.schema import Offload
 from hflow.planner.forecast.memory.parts import ItemKey, Items, item
-from hflow.planner.forecast.memory.rank import Rank
+from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
 from hflow.planner.models.descriptors import training_backend
 from hflow.planner.plan.forecast import MemoryCategory
-from hflow.planner.plan.optimizers import optimizer_traits
+from hflow.planner.plan.optimizers import CHUNK, optimizer_traits
 
-STEP_BUFFERS = 4 * (32 << 20)
-"""Bytes of the host for chunks that it updates (`training/optimizers/adamw_cpu/optimizer.py`)."""
+STEP_BUFFERS = 4 * FP32_BYTES * CHUNK
+"""Bytes of the host for two chunks of weights and gradients that it updates
+(`training/optimizers/adamw_cpu/optimizer.py`)."""
 Use = Literal["nothing", "weights", "everything"]
 """What a phase needs of a model: an infer node its weights, a train node the optimizer's state too."""
 

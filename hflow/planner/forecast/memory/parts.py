@@ -19,6 +19,7 @@ from hflow.planner.plan.forecast import MemoryCategory
 from hflow.planner.plan.rows import BatchCut, Plan, ScheduledStream
 from hflow.planner.plan.workload import Workload
 from hflow.planner.weights.sharding import padded_units
+from hflow.shapes.model_shape import nf4_bytes
 from hflow.types import Unit
 
 if TYPE_CHECKING:
@@ -197,8 +198,9 @@ def _engine_images(
 def engine_weights(rank: Rank) -> int:
     """Return the bytes of the engine's own weights on one rank, with the padding of the vocabulary.
 
-    Adapters are beside them in an engine that does not merge them, in buffers whose rank may be larger.
-    Quantised weights have scales.
+    Adapters are beside them in an engine that does not merge them, in buffers whose rank may be larger. An
+    engine that uses the weights of another one has its adapters alone. Quantised weights have scales, and so
+    have those in 4 bits beside adapters.
     """
     shape = rank.shape
     rows = padded_units(shape.vocab, rank.traits, rank.tensor) // rank.tensor
@@ -206,6 +208,10 @@ def engine_weights(rank: Rank) -> int:
     padding = (rows - min(shape.vocab, rows)) * shape.hidden * num_matrices
     lora = None if rank.replica.merges_adapters else rank.config.lora
     adapters = 0 if lora is None else rank.trained.total * rank.traits.padded_rank(lora.r) // lora.r
+    if rank.replica.base_of:
+        return rank.width * adapters
+    if rank.rounds_base:
+        return rank.width * (rank.stored.total + padding + adapters) + nf4_bytes(shape)
     num_quantized = rank.sizes.quantizable if rank.config.gen.quantization else 0
     quantized = num_quantized + -(-FP32_BYTES * num_quantized // QUANTIZED_ROWS**2)
     return rank.width * (rank.sizes.total - num_quantized + padding + adapters) + quantized

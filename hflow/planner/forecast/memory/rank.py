@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from hflow.config.schema import ModelConfig
-from hflow.planner.plan.optimizers import is_layer_matrix, optimizer_traits, states_of
+from hflow.planner.plan.optimizers import CHUNK, is_layer_matrix, optimizer_traits, states_of
 from hflow.planner.plan.request import trained_shape
 from hflow.planner.plan.rows import Replica
 from hflow.planner.plan.traits import BackendTraits, traits
@@ -66,6 +66,18 @@ class Rank:
         """Elements of the model that the rank holds."""
         return stage_sizes(self.shape, self.traits, self.replica.layout, self.stage)
 
+    @property
+    def rounds_base(self) -> bool:
+        """Whether it has the matrices beside adapters in 4 bits, whole on every rank."""
+        lora = self.config.lora
+        return lora is not None and lora.base is not None and not self.replica.merges_adapters
+
+    @cached_property
+    def stored(self) -> StageSizes:
+        """Elements that the rank holds in the compute dtype: all, or those that are not in 4 bits."""
+        layout = self.replica.layout
+        return stage_sizes(self.shape, self.traits, layout, self.stage, without_matrices=self.rounds_base)
+
     @cached_property
     def trained_shape(self) -> ModelShape:
         """The part of the model that training changes: its adapters, if it has any, else all of it."""
@@ -83,6 +95,11 @@ class Rank:
     def adapts(self) -> bool:
         """Whether the replica trains adapters in place of its weights."""
         return self.config.lora is not None and self.replica.role == "train"
+
+    @property
+    def is_bare_base(self) -> bool:
+        """Whether the replica is a trainer's weights without adapters, and so has no weights at all."""
+        return bool(self.replica.base_of) and not self.adapts
 
     @property
     def width(self) -> int:
@@ -125,10 +142,25 @@ class Rank:
         optimizer = optimizer_traits(self.config.optim.name)
         if optimizer.needs_whole_matrix:
             return self._matrix_buffers()
-        largest = max(spec.numel for spec in tensors(self.trained_shape)) if optimizer.buffer_bytes else 0
-        layout = self.replica.layout
-        num_parts = layout.fsdp_size if self.traits.shards_weights else layout.num_copies * layout.tensor
-        return optimizer.buffer_bytes * -(-largest // num_parts)
+        return optimizer.buffer_bytes * min(CHUNK, self.largest_converted)
+
+    @cached_property
+    def largest_converted(self) -> int:
+        """Entries of the largest part of a weight that a rank updates and whose states are not fp32.
+
+        Megatron leaves a weight that is small whole on one data rank, and has two matrices in some.
+        """
+        layout, most = self.replica.layout, 0
+        for spec in tensors(self.trained_shape):
+            is_matrix = _is_layer_matrix(spec)
+            if any(state.num_bytes < FP32_BYTES for state in states_of(self.config.optim, is_matrix)):
+                if self.traits.shards_weights:
+                    part = -(-spec.numel // layout.fsdp_size)
+                else:
+                    num_parts = layout.tensor * (layout.expert if spec.num_experts > 1 else 1)
+                    part = (1 + is_matrix) * -(-spec.numel // num_parts)
+                most = max(most, part)
+        return most
 
     def _matrix_buffers(self) -> int:
         """Return the bytes beside the gradients while updates of whole matrices are computed.
@@ -245,19 +277,23 @@ class StageSizes:
         return self.layers_shard + self.rest_shard + self.tower_layers_shard
 
 
-def stage_sizes(shape: ModelShape, traits: BackendTraits, layout: Layout, stage: int) -> StageSizes:
-    """Return the elements of a stage.
+def stage_sizes(
+    shape: ModelShape, traits: BackendTraits, layout: Layout, stage: int, *, without_matrices: bool = False
+) -> StageSizes:
+    """Return the elements of a stage, if asked without the matrices of layers.
 
     Raises:
         PlanError: when the tensor axis does not divide the model.
     """
     if not traits.shards_weights:  # data and context ranks hold the same
         layout = Layout(data=layout.expert, tensor=layout.tensor, pipe=layout.pipe, expert=layout.expert)
-    return _stage_sizes(shape, traits, layout, stage)
+    return _stage_sizes(shape, traits, layout, stage, without_matrices)
 
 
 @lru_cache(maxsize=4096)
-def _stage_sizes(shape: ModelShape, traits: BackendTraits, layout: Layout, stage: int) -> StageSizes:
+def _stage_sizes(
+    shape: ModelShape, traits: BackendTraits, layout: Layout, stage: int, without_matrices: bool
+) -> StageSizes:
     first, last = stage_layers(shape.num_layers, layout.pipe)[stage]
     rest = [spec for spec in other_tensors(shape) if is_on_stage(spec, shape, stage, layout.pipe)]
     tower_blocks = _tower_blocks(shape, stage)
@@ -269,7 +305,10 @@ def _stage_sizes(shape: ModelShape, traits: BackendTraits, layout: Layout, stage
     embedding = [spec for spec in rest if spec.location == "embedding" and stage == 0]
     output = [spec for spec in rest if spec.location == output_place and is_last and shape.head == "lm"]
     runs = equal_layers(shape, first, last)
-    templates = [layer_template(shape, start) for start, _ in runs]
+    templates = [
+        [spec for spec in layer_template(shape, start) if not (without_matrices and spec.is_quantizable)]
+        for start, _ in runs
+    ]
     whole = [_num_elements(template, whole_traits, layout) for template in templates]
     experts, quantizable = (
         [_num_elements(filter(is_counted, template), whole_traits, layout) for template in templates]

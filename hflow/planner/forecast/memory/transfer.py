@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from hflow.base.model_files import MIN_FILE_BYTES
 from hflow.config.schema import ModelConfig
-from hflow.planner.forecast.memory.parts import Items, item
+from hflow.planner.forecast.memory.parts import Items, item, largest
 from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank, num_in_matrices
 from hflow.planner.plan.channels import channel_traits
 from hflow.planner.plan.forecast import MemoryCategory
@@ -141,14 +141,24 @@ def save_checkpoint(rank: Rank) -> Items:
     """Return the items of a rank while trained weights are gathered and copied to the host.
 
     It is saved in the compute dtype; a model that only update nodes change, in fp32. On a CPU the copies
-    count too.
+    count too. States that are quantised are saved in fp32, one weight's after the other.
     """
     width, is_merged = _saved_width(rank), _saves_merged(rank)
     if is_merged or not _shards_weights(rank):
         bucket = _gather_bucket(rank, width, rank.shape if is_merged else rank.trained_shape)
     else:
         bucket = _collected_pieces(rank, width)
-    return bucket + checkpoint_copies(rank) if rank.on_cpu else bucket
+    moment = largest([bucket, _dequantized_states(rank)])
+    return moment + checkpoint_copies(rank) if rank.on_cpu else moment
+
+
+def _dequantized_states(rank: Rank) -> Items:
+    """Return the states of the largest weight that a rank dequantises to save them."""
+    if rank.replica.role != "train" or not rank.config.save_optimizer:
+        return Items()
+    quantized = (state for state in states_of(rank.config.optim, True) if state.num_bytes < state.saved_bytes)
+    num_bytes = sum(state.saved_bytes for state in quantized) * rank.largest_converted
+    return item(MemoryCategory.OPTIMIZER, num_bytes, "dequantised states")
 
 
 def saved_state_bytes(config: ModelConfig, shape: ModelShape) -> int:

@@ -21,6 +21,7 @@ def _build(groups: list[dict[str, Any]], optim: OptimConfig) -> Any:
 
 OPTIMIZER = OptimizerKind(
     name="adamw",
+    summary="AdamW (Loshchilov and Hutter 2019), with moments in fp32.",
     traits=OptimizerTraits(
         states=lambda optim, is_matrix: STATES,
         # All in fp32: weight and two moments are read and written, the gradient is read (28), and is read
@@ -30,4 +31,3 @@ OPTIMIZER = OptimizerKind(
     ),
     build=_build,
 )
-"""AdamW (Loshchilov and Hutter 2019, "Decoupled weight decay regularization")."""

@@ -20,6 +20,7 @@ def _build(groups: list[dict[str, Any]], optim: OptimConfig) -> Any:
 
 OPTIMIZER = OptimizerKind(
     name="adamw_bf16",
+    summary="AdamW with moments in bf16, rounded stochastically.",
     traits=OptimizerTraits(
         states=lambda optim, is_matrix: STATES,
         # As AdamW (40). Two moments are also cast to fp32, rounded with random numbers, and cast back.
@@ -29,4 +30,3 @@ OPTIMIZER = OptimizerKind(
     ),
     build=_build,
 )
-"""AdamW whose moments are rounded to bf16 stochastically."""

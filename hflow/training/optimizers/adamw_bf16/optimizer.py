@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from hflow.planner.plan.optimizers import CHUNK
 from hflow.training.optimizers.adamw.optimizer import update_adamw
 from hflow.training.optimizers.base import BaseOptimizer
 
@@ -27,16 +28,28 @@ class GroupAdamWBf16(BaseOptimizer):
     def _step(self, group: dict[str, Any], weights: list[Tensor], gradients: list[Tensor]) -> None:
         generator = torch.Generator(weights[0].device).manual_seed(group["step"])
         for weight, gradient in zip(weights, gradients, strict=True):
-            states = self.states_of(weight)
-            mean, square = (state.float() for state in states)
-            update_adamw(group, [weight], [gradient], [mean], [square])
-            for state, moment in zip(states, (mean, square), strict=True):
-                round_stochastically(moment, generator)
-                state.copy_(moment)
+            flat = (x.view(-1).split(CHUNK) for x in (weight, gradient, *self.states_of(weight)))
+            for parts in zip(*flat, strict=True):
+                _update_chunk(group, generator, *parts)
 
     @override
     def states_of(self, weight: Tensor) -> tuple[Tensor, ...]:
         return self._state(weight, "exp_avg", "exp_avg_sq", dtype=torch.bfloat16)
+
+
+def _update_chunk(
+    group: dict[str, Any],
+    generator: torch.Generator,
+    weight: Tensor,
+    gradient: Tensor,
+    *states: Tensor,
+) -> None:
+    """Update entries of a weight, and their moments."""
+    mean, square = (state.float() for state in states)
+    update_adamw(group, [weight], [gradient], [mean], [square])
+    for state, moment in zip(states, (mean, square), strict=True):
+        round_stochastically(moment, generator)
+        state.copy_(moment)
 
 
 def round_stochastically(x: Tensor, generator: torch.Generator) -> None:

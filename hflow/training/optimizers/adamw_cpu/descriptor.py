@@ -19,6 +19,7 @@ def _build(groups: list[dict[str, Any]], optim: OptimConfig) -> Any:
 
 OPTIMIZER = OptimizerKind(
     name="adamw_cpu",
+    summary="AdamW with moments in host memory, where the CPU computes the steps.",
     traits=OptimizerTraits(
         states=lambda optim, is_matrix: STATES,
         step_bytes=40,  # as AdamW, of which 28 are those of the host's memory
@@ -27,4 +28,3 @@ OPTIMIZER = OptimizerKind(
     ),
     build=_build,
 )
-"""AdamW whose moments are in host memory, where the CPU computes its steps."""

@@ -9,11 +9,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from hflow.base.devices import is_gpu
+from hflow.planner.plan.optimizers import CHUNK
 from hflow.training.optimizers.adamw.optimizer import update_adamw
 from hflow.training.optimizers.base import BaseOptimizer
 
-CHUNK = 8 << 20
-"""Most entries of a weight that are copied and updated at once."""
 NUM_BUFFERS = 2
 """Chunks in host memory: while the CPU updates one, the next one arrives."""
 

@@ -11,6 +11,15 @@ if TYPE_CHECKING:
     from hflow.config.schema import OptimConfig
 
 
+NUM_ITERATIONS = 5
+
+
+def _matrix_flops(rows: int, columns: int) -> int:
+    """Return the arithmetic of the iterations, each with three products (`orthogonalize`)."""
+    short, long = sorted((rows, columns))
+    return NUM_ITERATIONS * (4 * short**2 * long + 2 * short**3)
+
+
 def _states(optim: OptimConfig, is_matrix: bool) -> tuple[OptimizerState, ...]:
     return (OptimizerState("momentum"),) if is_matrix else STATES
 
@@ -30,13 +39,13 @@ def _build(groups: list[dict[str, Any]], optim: OptimConfig) -> Any:
 
 OPTIMIZER = OptimizerKind(
     name="muon",
+    summary="Muon (Jordan et al. 2024) for matrices of layers, and AdamW for other weights.",
     traits=OptimizerTraits(
         states=_states,
         # As SGD (32), and the direction is read and the update written by what makes one from the other (8).
         step_bytes=40,
         options=("betas", "eps", "momentum", "nesterov"),
-        needs_whole_matrix=True,
+        matrix_flops=_matrix_flops,
     ),
     build=_build,
 )
-"""Muon (Jordan et al. 2024) for matrices of layers, and AdamW for all other weights."""

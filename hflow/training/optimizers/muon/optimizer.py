@@ -11,10 +11,10 @@ from typing_extensions import override
 
 from hflow.training.optimizers.adamw.optimizer import update_adamw
 from hflow.training.optimizers.base import BaseOptimizer
+from hflow.training.optimizers.muon.descriptor import NUM_ITERATIONS
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """The factors of `a x + b x^3 + c x^5`, which moves singular values towards 1 (Jordan et al. 2024)."""
-NUM_ITERATIONS = 5
 EPS = 1e-7
 
 
@@ -110,7 +110,7 @@ class GroupMuon(BaseOptimizer):
 
     @override
     def states_of(self, weight: Tensor) -> tuple[Tensor, ...]:
-        if any(weight is one for group in self.param_groups if group["in_layers"] for one in group["params"]):
+        if self._is_in_layers(weight):
             return (self._momentum_of(weight),)
         return self._moments_of(weight)
 

@@ -28,6 +28,7 @@ def _find_problem(optim: OptimConfig) -> str | None:
 
 OPTIMIZER = OptimizerKind(
     name="sgd",
+    summary="Stochastic gradient descent, with momentum (Sutskever et al. 2013).",
     traits=OptimizerTraits(
         states=_states,
         # As AdamW: the weight and a momentum are read and written, the gradient is read (20), and norm and
@@ -38,4 +39,3 @@ OPTIMIZER = OptimizerKind(
     build=_build,
     find_problem=_find_problem,
 )
-"""Stochastic gradient descent, with momentum (Sutskever et al. 2013) and decoupled weight decay."""
