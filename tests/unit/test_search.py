@@ -522,7 +522,8 @@ def test_a_placement_that_is_fastest_only_when_responses_are_late_is_found() -> 
 
 def test_a_backend_that_divides_layers_is_named_where_training_waits_for_the_network() -> None:
     large = (
-        *("cluster=h100-8x8", "model@models.actor=llama-3.1-70b", "models.actor.path=null"),
+        *("cluster=h100-8x8", "network=ib-hdr"),
+        *("model@models.actor=llama-3.1-70b", "models.actor.path=null"),
         *("models.actor.gen.engine=vllm", "models.actor.gen.max_model_len=2048", "models.actor.dtype=bf16"),
         *("nodes.actor_gen.max_tokens=1024", "workload.prompt=200", "workload.response_mean=600"),
     )
@@ -621,7 +622,7 @@ def test_an_offloaded_engine_keeps_its_sequences() -> None:
     found = compile_recipe(
         RECIPES / "grpo.py", (*ALONE, "cluster=h100-1x1", "models.actor.gen.engine=embedded")
     )
-    assert plan_figures(found.plan).seconds_per_step == pytest.approx(10.05, abs=0.01)
+    assert plan_figures(found.plan).seconds_per_step == pytest.approx(12.24, abs=0.01)
 
 
 def test_a_set_value_that_makes_a_step_longer_is_named() -> None:
