@@ -24,8 +24,8 @@ from hflow.models.smollm2 import directory
 from hflow.training.fsdp.backend import TorchModel
 from hflow.training.interface import NodeCall
 from hflow.types import Output, Unit
-from hflow.types.kept_tokens import KEPT_TOKENS, RECORDED, unpack_ids
 from hflow.types.recorded import RowFormat
+from hflow.types.sampling_mask import RECORDED, SAMPLING_MASK, unpack_ids
 
 PROMPT = (504, 3575, 282, 260, 905, 314)
 NUM_SAMPLES, NUM_TOKENS = 8, 16
@@ -43,13 +43,13 @@ def logprobs(out: Output) -> torch.Tensor:
     return out.logprobs
 
 
-REPLAY = Read(f"@{KEPT_TOKENS}", KEPT_TOKENS, "gen", "gen", Unit.TOKEN, Unit.TOKEN, "tensor")
+REPLAY = Read(f"@{SAMPLING_MASK}", SAMPLING_MASK, "gen", "gen", Unit.TOKEN, Unit.TOKEN, "tensor")
 
 
 def generate(engine: EmbeddedEngine, limits: dict[str, Any]) -> list[GenerationResult]:
     """Return the samples."""
     for number in range(NUM_SAMPLES):
-        params = SamplingParams(max_tokens=NUM_TOKENS, seed=number, record=(KEPT_TOKENS,), **limits)
+        params = SamplingParams(max_tokens=NUM_TOKENS, seed=number, record=(SAMPLING_MASK,), **limits)
         engine.add(number, PROMPT, params)
     results: dict[int, GenerationResult] = {}
     while engine.num_unfinished:
@@ -63,7 +63,9 @@ def batch_of(samples: list[GenerationResult]) -> Batch:
     token = {
         "input_ids": np.array([PROMPT + sample.ids for sample in samples]).ravel(),
         "loss_mask": np.tile(np.arange(length) >= len(PROMPT), len(samples)),
-        KEPT_TOKENS: np.concatenate([RECORDED.pack(s.recorded[KEPT_TOKENS], length, form) for s in samples]),
+        SAMPLING_MASK: np.concatenate(
+            [RECORDED.pack(s.recorded[SAMPLING_MASK], length, form) for s in samples]
+        ),
     }
     index = np.arange(len(samples))
     columns = {name: Column(Unit.TOKEN, values) for name, values in token.items()}
@@ -75,7 +77,7 @@ def measure(engine: EmbeddedEngine, trainer: TorchModel, limits: dict[str, Any])
     samples = generate(engine, limits)
     batch = batch_of(samples)
     behav = np.concatenate([sample.logprobs for sample in samples])
-    entries = [entry for s in samples for entry in s.recorded[KEPT_TOKENS] if entry]
+    entries = [entry for s in samples for entry in s.recorded[SAMPLING_MASK] if entry]
     sizes = [len(unpack_ids(entry)) for entry in entries]
     found: dict[str, Any] = {
         "set": {"mean": float(np.mean(sizes)), "median": float(np.median(sizes)), "max": max(sizes)},

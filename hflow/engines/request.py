@@ -9,8 +9,8 @@ from hflow.base.errors import BackendError
 from hflow.engines.interface import DrawnTokens, GenerationResult, SamplingParams
 from hflow.types.engine import find_sampling_problem
 from hflow.types.image import PlacedImage
-from hflow.types.kept_tokens import KEPT_TOKENS
 from hflow.types.recorded import recorded_kind
+from hflow.types.sampling_mask import SAMPLING_MASK
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -46,7 +46,7 @@ class GenerationRequest:
             token: the token's id.
             logprob: the token's log-prob.
             version: the version of the weights that drew it.
-            kept: the entry of `kept_tokens`, where it is recorded.
+            kept: the entry of `sampling_mask`, where it is recorded.
 
         Raises:
             BackendError: if its log-prob is NaN.
@@ -55,8 +55,8 @@ class GenerationRequest:
             raise BackendError(
                 "the model's logits are NaN, so its weights have diverged; lower the learning rate"
             )
-        if KEPT_TOKENS in self.params.record:
-            entries = self.recorded.setdefault(KEPT_TOKENS, [])
+        if SAMPLING_MASK in self.params.record:
+            entries = self.recorded.setdefault(SAMPLING_MASK, [])
             entries += [b""] * (len(self.ids) - len(entries))
             entries.append(kept)
         self.ids.append(token)

@@ -16,7 +16,7 @@ from hflow.graph.ir import EPISODE_FIELDS, EdgeKind, Graph, Level, Node, NodeSpe
 from hflow.graph.tensordicts import is_produced_for
 from hflow.types import Unit
 from hflow.types.engine import find_sampling_problem
-from hflow.types.kept_tokens import SAMPLING_REPLAY, truncates
+from hflow.types.sampling_mask import SAMPLING_REPLAY, truncates
 
 REDUCTIONS: Mapping[Unit, tuple[str, ...]] = {
     Unit.TOKEN: ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "token-sum/N"),

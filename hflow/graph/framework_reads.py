@@ -30,8 +30,8 @@ from hflow.graph.field_table import sees
 from hflow.graph.ir import Graph, Node, NodeSpec, Parameter, RecipeSpec
 from hflow.graph.streams import StreamAssignment
 from hflow.types import Unit
-from hflow.types.kept_tokens import SAMPLING_REPLAY, truncates
 from hflow.types.recorded import requested_kinds
+from hflow.types.sampling_mask import SAMPLING_REPLAY, truncates
 from hflow.types.trajectory import PIXELS, TRAJECTORY
 
 PROX = "prox_logprobs"

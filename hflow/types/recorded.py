@@ -23,7 +23,7 @@ RECORDED_KINDS = Registry(
     "hflow.recorded",
     {
         "routed_experts": "hflow.types.routed_experts:RECORDED",
-        "kept_tokens": "hflow.types.kept_tokens:RECORDED",
+        "sampling_mask": "hflow.types.sampling_mask:RECORDED",
     },
 )
 """The kinds, each with its descriptor."""

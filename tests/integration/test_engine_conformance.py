@@ -51,8 +51,8 @@ from hflow.planner.plan.request import trained_shape
 from hflow.shapes.architectures import read_shape
 from hflow.shapes.model_shape import tensors
 from hflow.types.engine import SleepLevel
-from hflow.types.kept_tokens import KEPT_TOKENS, unpack_ids
 from hflow.types.routed_experts import ROUTED_EXPERTS
+from hflow.types.sampling_mask import SAMPLING_MASK, unpack_ids
 from hflow.weights.buckets import pack_buckets
 from hflow.weights.channels import make_channel
 from hflow.weights.channels.interface import ChannelSettings
@@ -273,7 +273,7 @@ def setup_of(architecture: str, tensor: int, **more: int) -> EngineSetup:
     options = {"max_running": MAX_RUNNING, "max_model_len": MAX_LENGTH, **more}
     count = os.cpu_count() or 1
     cores = tuple((rank % count,) for rank in range(tensor)) if tensor > 1 else ()
-    records = (KEPT_TOKENS, *((ROUTED_EXPERTS,) if architecture == "experts" else ()))
+    records = (SAMPLING_MASK, *((ROUTED_EXPERTS,) if architecture == "experts" else ()))
     return EngineSetup(settings, options, TOKENIZER, tensor=tensor, cores=cores, records=records)
 
 
@@ -389,15 +389,15 @@ def test_temperature_0_takes_the_likeliest_token(subject: Subject) -> None:
 def test_the_tokens_that_sampling_leaves_are_recorded(subject: Subject, limits: dict[str, Any]) -> None:
     """They are those of whole logits, and the log-probs are over them. Others that run record nothing."""
     module = subject.load(3)
-    recorded = SamplingParams(max_tokens=20, temperature=0.8, seed=3, record=(KEPT_TOKENS,), **limits)
+    recorded = SamplingParams(max_tokens=20, temperature=0.8, seed=3, record=(SAMPLING_MASK,), **limits)
     others = [SamplingParams(max_tokens=9, temperature=0.0), SamplingParams(max_tokens=9, top_p=0.5)]
     results = subject.generate(PROMPTS, [recorded, *others, *[recorded] * 3])
     assert results[1].recorded == results[2].recorded == {}
     sizes = []
     for prompt, result in zip(PROMPTS, results, strict=True):
-        if KEPT_TOKENS not in result.recorded:
+        if SAMPLING_MASK not in result.recorded:
             continue
-        entries = result.recorded[KEPT_TOKENS]
+        entries = result.recorded[SAMPLING_MASK]
         assert [bool(entry) for entry in entries] == [False] * len(prompt) + [True] * 20
         logits = module(torch.tensor([[*prompt, *result.ids]])).logits[0, len(prompt) - 1 : -1].float() / 0.8
         for row, token, logprob, entry in zip(

@@ -84,8 +84,8 @@ BORDERS = {
         },
     ),
     "recorded kind of samplers": (
-        r"(?i)\bkept_tokens\b",
-        "types/kept_tokens.py",
+        r"(?i)\bsampling_mask\b",
+        "types/sampling_mask.py",
         {
             "types/recorded.py": "the registry",
             "engines/request.py": "what is drawn is recorded there",

@@ -85,7 +85,7 @@ def test_top_k_and_top_p_restrict_the_support(params: SamplingParams, support: l
     num_ranked=st.sampled_from([1, 3, 10]),
     limits=st.lists(st.tuples(st.integers(0, 41), st.integers(1, 40), st.booleans()), min_size=1, max_size=4),
 )
-def test_the_kept_tokens_are_the_first_of_all_sorted_tokens(counts, num_ranked, limits) -> None:
+def test_the_sampling_mask_are_the_first_of_all_sorted_tokens(counts, num_ranked, limits) -> None:
     """Of equally likely ones those with the lowest ids, however many tokens were ranked first."""
     probabilities = np.array(counts) / sum(counts)
     order = np.argsort(-probabilities, kind="stable")

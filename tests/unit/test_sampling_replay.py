@@ -29,8 +29,8 @@ from hflow.training.loop import logprobs as loop_logprobs
 from hflow.training.loop.kept_sets import KeptSets
 from hflow.training.loop.logprobs import MatrixLogits, OutputMatrix
 from hflow.types import Metrics, Output, PerToken, Unit
-from hflow.types.kept_tokens import KEPT_TOKENS, RECORDED, pack_ids, unpack_ids
 from hflow.types.recorded import RowFormat
+from hflow.types.sampling_mask import RECORDED, SAMPLING_MASK, pack_ids, unpack_ids
 from hflow.workers.storage.sample_files import SampleFiles, SampleFilesReader
 from hflow.workers.storage.sample_store import SampleStore
 
@@ -61,7 +61,7 @@ def ratio_loss(out: Output, behav_logprobs: PerToken) -> tuple[torch.Tensor, Met
     return -ratio, {"ratio": ratio, "off": (ratio - 1).abs()}
 
 
-REPLAY = read("@kept_tokens", Unit.TOKEN, KEPT_TOKENS)
+REPLAY = read("@sampling_mask", Unit.TOKEN, SAMPLING_MASK)
 
 
 def test_a_set_is_ids_or_bits() -> None:
@@ -76,7 +76,7 @@ def test_a_set_is_ids_or_bits() -> None:
 def test_a_known_answer_of_the_sampler() -> None:
     """0.4 and 0.3 are left of four tokens: 4/7 and 3/7."""
     logits = torch.tensor([0.4, 0.05, 0.3, 0.25]).log().expand(4, 4)
-    some = SamplingParams(top_k=2, record=(KEPT_TOKENS,))
+    some = SamplingParams(top_k=2, record=(SAMPLING_MASK,))
     params = [some, replace(some, record=()), replace(some, top_k=0), replace(some, temperature=0.0)]
     found = draw(logits, SamplingRows.of(params, 4, CPU), np.zeros(4, np.int64))
     assert [sorted(unpack_ids(entry).tolist()) for entry in found.kept] == [[0, 2], [], [], []]
@@ -127,7 +127,7 @@ def test_results_and_gradients_are_those_of_the_sets(rows_at_once: int, monkeypa
 def generate(num: int = 12, **limits: Any) -> list[GenerationResult]:
     engine = EmbeddedEngine(ENGINE)
     for seed in range(num):
-        params = SamplingParams(max_tokens=9, seed=seed, record=(KEPT_TOKENS,), **limits)
+        params = SamplingParams(max_tokens=9, seed=seed, record=(SAMPLING_MASK,), **limits)
         engine.add(seed, PROMPT, params)
     return [result for _, result in sorted(finish(engine).items())]
 
@@ -147,8 +147,8 @@ def batch_of(results: list[GenerationResult]) -> Batch:
         "loss_mask": [[False] * len(PROMPT) + [True] * len(result.ids) for result in results],
         "behav_logprobs": [[0.0] * len(PROMPT) + list(result.logprobs) for result in results],
         "versions": [[-1] * len(PROMPT) + list(result.versions) for result in results],
-        KEPT_TOKENS: [
-            RECORDED.pack(result.recorded[KEPT_TOKENS], length, FORM)
+        SAMPLING_MASK: [
+            RECORDED.pack(result.recorded[SAMPLING_MASK], length, FORM)
             for result, length in zip(results, lengths, strict=True)
         ],
     }
@@ -161,7 +161,9 @@ def test_the_trainer_has_the_log_probs_of_the_engine(limits: dict[str, Any]) -> 
     results = generate(**limits)
     batch, temperature = batch_of(results), limits.get("temperature", 1.0)
     behav, mask = (np.asarray(batch.columns[name].values) for name in ("behav_logprobs", "loss_mask"))
-    sets = [unpack_ids(entry) for result in results for entry in result.recorded[KEPT_TOKENS][len(PROMPT) :]]
+    sets = [
+        unpack_ids(entry) for result in results for entry in result.recorded[SAMPLING_MASK][len(PROMPT) :]
+    ]
     assert all(token in ids for token, ids in zip((t for r in results for t in r.ids), sets, strict=True))
     assert any(1 < len(ids) < 37 for ids in sets)
     trainer = model(architecture=PEAKED)
@@ -169,7 +171,7 @@ def test_the_trainer_has_the_log_probs_of_the_engine(limits: dict[str, Any]) -> 
     (result,) = trainer.infer(node, [batch])
     np.testing.assert_allclose(np.asarray(result.columns["result"].values)[mask], behav[mask], atol=1e-5)
     # Without the sets they are those of all tokens, which are less likely.
-    without = batch.select([name for name in batch.columns if name != KEPT_TOKENS])
+    without = batch.select([name for name in batch.columns if name != SAMPLING_MASK])
     (result,) = trainer.infer(replace(node, reads=()), [without])
     assert (np.asarray(result.columns["result"].values)[mask] < behav[mask] - 1e-3).mean() > 0.5
     (result,) = trainer.infer(replace(node, body=entropy), [batch])
@@ -194,7 +196,7 @@ def test_ratios_of_own_samples_are_1_and_a_step_makes_them_larger() -> None:
 def test_a_token_outside_its_set_is_refused() -> None:
     batch = batch_of(generate(num=1, top_k=3))
     ids = np.asarray(batch.columns["input_ids"].values).copy()
-    inside = set(unpack_ids(np.asarray(batch.columns[KEPT_TOKENS].values)[-1]).tolist())
+    inside = set(unpack_ids(np.asarray(batch.columns[SAMPLING_MASK].values)[-1]).tolist())
     ids[-1] = min({*range(37)} - inside)
     changed = batch.with_columns({"input_ids": Column(Unit.TOKEN, ids)})
     with pytest.raises(RunError, match=f"token {ids[-1]} of a sample is not among those"):
@@ -204,12 +206,12 @@ def test_a_token_outside_its_set_is_refused() -> None:
 def test_turns_and_interruptions_keep_the_sets() -> None:
     (whole,) = generate(num=1, top_p=0.7)
     engine = EmbeddedEngine(ENGINE)
-    params = SamplingParams(max_tokens=9, top_p=0.7, record=(KEPT_TOKENS,))
+    params = SamplingParams(max_tokens=9, top_p=0.7, record=(SAMPLING_MASK,))
     engine.add(0, PROMPT, params)
     for _ in range(4):
         engine.step()
     ((_, part),) = engine.interrupt()
-    assert part.recorded[KEPT_TOKENS] == whole.recorded[KEPT_TOKENS][: len(PROMPT) + 4]
+    assert part.recorded[SAMPLING_MASK] == whole.recorded[SAMPLING_MASK][: len(PROMPT) + 4]
     engine.add(1, [*PROMPT, *part.ids], replace(params, max_tokens=5, num_resumed=4))
     rest = finish(engine)[1]
     start = prompt_trajectory(PROMPT, ())
@@ -217,7 +219,7 @@ def test_turns_and_interruptions_keep_the_sets() -> None:
     assert turn.recorded == whole.recorded
     two = append_messages(turn, [11, 12])
     engine.add(2, two.input_ids, replace(params, max_tokens=3))
-    recorded = append_turn(two, finish(engine)[2], "").recorded[KEPT_TOKENS]
+    recorded = append_turn(two, finish(engine)[2], "").recorded[SAMPLING_MASK]
     assert [bool(entry) for entry in recorded] == [False] * 6 + [True] * 9 + [False] * 2 + [True] * 3
 
 
@@ -235,9 +237,9 @@ def test_checkpoints_keep_the_sets_of_samples_and_journals(tmp_path: Any) -> Non
     found = SampleStore()
     found.put_stored("gen", reader.samples(["gen"], [0, 2])["gen"])
     for sample in (0, 2):
-        assert found.values("gen", KEPT_TOKENS, [sample]) == store.values("gen", KEPT_TOKENS, [sample])
-    both = found.gather("gen", [f"gen/{KEPT_TOKENS}"], [2, 0]).columns[KEPT_TOKENS]
-    wanted = batch.take([2, 0]).columns[KEPT_TOKENS]
+        assert found.values("gen", SAMPLING_MASK, [sample]) == store.values("gen", SAMPLING_MASK, [sample])
+    both = found.gather("gen", [f"gen/{SAMPLING_MASK}"], [2, 0]).columns[SAMPLING_MASK]
+    wanted = batch.take([2, 0]).columns[SAMPLING_MASK]
     assert np.array_equal(both.values, wanted.values)
     assert both.nbytes == sum(map(len, wanted.values))
 
@@ -256,7 +258,7 @@ def graph(**options: Any) -> Graph:
 
 
 def readers(of: Graph) -> set[str]:
-    return {node.name for node in of.nodes if any(read.field == KEPT_TOKENS for read in node.reads)}
+    return {node.name for node in of.nodes if any(read.field == SAMPLING_MASK for read in node.reads)}
 
 
 def test_language_models_read_the_sets_where_log_probs_are_compared() -> None:
@@ -280,5 +282,5 @@ def test_a_plan_counts_the_bytes_of_the_sets() -> None:
         ({"top_k": 5000}, 12_501),
     )
     for limits, num_bytes in cases:
-        size = field_size(graph(**limits), f"actor_gen/{KEPT_TOKENS}", {"actor": shape})
+        size = field_size(graph(**limits), f"actor_gen/{SAMPLING_MASK}", {"actor": shape})
         assert size.of(prompt=0, response=10) == 10 * (1 + num_bytes)

@@ -11,8 +11,8 @@ from hflow.planner.forecast.memory.cache_size import too_small_cache
 from hflow.planner.models.descriptors import EngineKind, ServedModel, Variation
 from hflow.planner.plan.traits import BackendTraits
 from hflow.shapes.architectures import DENSE_FAMILIES
-from hflow.types.kept_tokens import KEPT_TOKENS
 from hflow.types.routed_experts import ROUTED_EXPERTS
+from hflow.types.sampling_mask import SAMPLING_MASK
 
 if TYPE_CHECKING:
     from hflow.engines.embedded.replay import Draws
@@ -78,7 +78,7 @@ ENGINE = EngineKind(
     traits=BackendTraits(
         sharded_over_data="nothing",
         captured_families=DENSE_FAMILIES,
-        records=(ROUTED_EXPERTS, KEPT_TOKENS),
+        records=(ROUTED_EXPERTS, SAMPLING_MASK),
         shares_base=True,
     ),
     factory=_make_engine,

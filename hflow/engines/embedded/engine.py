@@ -44,7 +44,7 @@ from hflow.models.hf_config import family_of
 from hflow.models.settings import ModelSettings
 from hflow.types.engine import SleepLevel
 from hflow.types.image import PlacedImage
-from hflow.types.kept_tokens import KEPT_TOKENS
+from hflow.types.sampling_mask import SAMPLING_MASK
 from hflow.types.tensor_slices import whole_box
 from hflow.weights.incoming import IncomingWeights
 from hflow.weights.loading import HeldBoxes, LoadedWeights, load_verified
@@ -188,7 +188,7 @@ class EmbeddedEngine(GenerationEngine):
             self._max_length,
             self._vocab_size,
             self._decode,
-            (*self._recorder.kinds, KEPT_TOKENS),
+            (*self._recorder.kinds, SAMPLING_MASK),
             images,
         )
         self._waiting.append(request)

@@ -24,7 +24,7 @@ from torch import Tensor
 from hflow.data.batches.device_copy import to_device
 from hflow.engines.interface import SamplingParams
 from hflow.models.seeds import seed_words, uniforms
-from hflow.types.kept_tokens import KEPT_TOKENS, pack_ids
+from hflow.types.sampling_mask import SAMPLING_MASK, pack_ids
 
 NUM_RANKED = 1024
 """Tokens that are ranked for `top_p` before the whole vocabulary is."""
@@ -72,7 +72,7 @@ class SamplingRows:
         )
         return cls(
             words=seed_words([p.seed for p in params]),
-            is_recorded=is_restricted & np.array([KEPT_TOKENS in p.record for p in params]),
+            is_recorded=is_restricted & np.array([SAMPLING_MASK in p.record for p in params]),
             temperature=on_device(column) if is_scaled else None,
             greedy=on_device(greedy) if any(greedy) else None,
             top_k=top_k,
@@ -102,7 +102,7 @@ class Drawn(NamedTuple):
     """float64 `[2, S]`: token ids, and their log-probs under `log_softmax(logits / temperature)` over the
     tokens that the limits leave (temperature 1 and all tokens for greedy sequences)."""
     kept: Sequence[bytes]
-    """The entry of `kept_tokens` of each sequence; empty where it is not recorded."""
+    """The entry of `sampling_mask` of each sequence; empty where it is not recorded."""
 
 
 def draw(

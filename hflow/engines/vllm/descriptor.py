@@ -18,8 +18,8 @@ from hflow.engines.vllm.checks import (
 from hflow.planner.models.descriptors import EngineKind, ServedModel, TrialRun, Variation
 from hflow.planner.plan.traits import BackendTraits
 from hflow.shapes.architectures import KNOWN_FAMILIES
-from hflow.types.kept_tokens import KEPT_TOKENS
 from hflow.types.routed_experts import ROUTED_EXPERTS
+from hflow.types.sampling_mask import SAMPLING_MASK
 
 if TYPE_CHECKING:
     from hflow.engines.interface import ApiServer, EngineSetup
@@ -140,7 +140,7 @@ ENGINE = EngineKind(
         adapter_ranks=ADAPTER_RANKS,
         schedules_ahead_on=SCHEDULES_AHEAD_ON,
         quantizations=("fp8",),
-        records=(ROUTED_EXPERTS, KEPT_TOKENS),
+        records=(ROUTED_EXPERTS, SAMPLING_MASK),
         records_up_to_top_k=True,
         shares_base=True,
     ),

@@ -1,4 +1,4 @@
-"""Entries of `kept_tokens`, made of the log-probs that vLLM returns of the likeliest tokens."""
+"""Entries of `sampling_mask`, made of the log-probs that vLLM returns of the likeliest tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from hflow.base.errors import BackendError
-from hflow.types.kept_tokens import pack_ids
+from hflow.types.sampling_mask import pack_ids
 
 _MORE = 64
 """Candidates beside twice `top_k`."""

@@ -18,8 +18,8 @@ from hflow.engines.vllm.memory import UNPLANNED_FRACTION, cache_without_plan, gr
 from hflow.models.hf_config import read_config
 from hflow.models.settings import ModelSettings
 from hflow.shapes.architectures import read_shape
-from hflow.types.kept_tokens import KEPT_TOKENS
 from hflow.types.routed_experts import ROUTED_EXPERTS
+from hflow.types.sampling_mask import SAMPLING_MASK
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 """hflow's name of a dtype -> vLLM's."""
@@ -92,7 +92,7 @@ def engine_arguments(setup: EngineSetup, directory: str, max_length: int) -> dic
         "enforce_eager": on_cpu,
         "logprobs_mode": "processed_logprobs",
         # Its own limit is 20. The stepper asks for those that sampling leaves.
-        **({"max_logprobs": -1} if KEPT_TOKENS in setup.records else {}),
+        **({"max_logprobs": -1} if SAMPLING_MASK in setup.records else {}),
         "disable_log_stats": True,
         "worker_extension_cls": _RANK_EXTENSION,
         **({} if on_cpu else _cuda_options(max_running)),

@@ -48,8 +48,8 @@ from hflow.models.seeds import request_seed
 from hflow.models.settings import ModelSettings
 from hflow.types.engine import SleepLevel
 from hflow.types.image import ProcessedImage
-from hflow.types.kept_tokens import KEPT_TOKENS
 from hflow.types.routed_experts import ROUTED_EXPERTS, routing_format
+from hflow.types.sampling_mask import SAMPLING_MASK
 from hflow.weights.incoming import IncomingWeights
 from hflow.weights.loading import LoadedWeights
 
@@ -309,7 +309,7 @@ class VllmStepper(Stepper):
         if output.new_token_ids:
             (token,) = output.new_token_ids
             logprobs = output.new_logprobs
-            kept = kept_entry(logprobs, self._vocab_size) if KEPT_TOKENS in request.params.record else b""
+            kept = kept_entry(logprobs, self._vocab_size) if SAMPLING_MASK in request.params.record else b""
             request.append(token, logprobs.logprobs.item(0), self._version, kept)
             if ROUTED_EXPERTS in request.params.record:
                 self._record_experts(request, output.routed_experts)
@@ -388,7 +388,7 @@ def _sampling_params(request: GenerationRequest, vocab_size: int) -> VllmSamplin
         max_tokens=request.max_length - request.num_prompt,
         stop_token_ids=list(request.stop_ids),
         ignore_eos=True,
-        logprobs=num_candidates(params.top_k, vocab_size) if KEPT_TOKENS in params.record else 0,
+        logprobs=num_candidates(params.top_k, vocab_size) if SAMPLING_MASK in params.record else 0,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,

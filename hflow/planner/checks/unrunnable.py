@@ -23,9 +23,9 @@ from hflow.planner.weights.weight_routes import transport_reasons
 from hflow.shapes.architectures import EXPERT_FAMILIES, FAMILIES, UNSUPPORTED
 from hflow.shapes.layout import Layout
 from hflow.shapes.model_shape import ModelShape
-from hflow.types.kept_tokens import KEPT_TOKENS, SAMPLING_REPLAY, truncates
 from hflow.types.kernels import head_size_problem
 from hflow.types.recorded import RecordedKind, requested_kinds
+from hflow.types.sampling_mask import SAMPLING_MASK, SAMPLING_REPLAY, truncates
 
 FitsFunction = Callable[[Mapping[str, Any]], bool]
 """Returns whether a plan with other settings fits into memory."""
@@ -267,7 +267,7 @@ def _truncation_reasons(node: Node, plan: Plan) -> Iterator[str]:
     for reader in plan.graph.nodes:
         fields = {read.field for read in reader.reads}
         computes = reader.spec.verb in ("train", "infer") or not options.get(SAMPLING_REPLAY)
-        is_compared = "behav_logprobs" in fields and KEPT_TOKENS not in fields and computes
+        is_compared = "behav_logprobs" in fields and SAMPLING_MASK not in fields and computes
         if is_compared and root_stream(plan.graph, reader) == stream:
             name = node.spec.name
             yield (
@@ -310,7 +310,7 @@ def _recorded_reasons(node: Node, plan: Plan) -> Iterator[str]:
 
 
 def _needs_top_k(kind: RecordedKind, engine: str) -> bool:
-    return kind.name == KEPT_TOKENS and traits(engine).records_up_to_top_k
+    return kind.name == SAMPLING_MASK and traits(engine).records_up_to_top_k
 
 
 def _routing_replay_reasons(node: Node, plan: Plan, request: PlanRequest) -> Iterator[str]:

@@ -95,7 +95,7 @@ class BackendTraits:
     records: tuple[str, ...] = ()
     """The kinds that an engine records of the requests that ask for them (`types/recorded.py`)."""
     records_up_to_top_k: bool = False
-    """Whether it needs `top_k` to record which tokens sampling leaves (`types/kept_tokens.py`)."""
+    """Whether it needs `top_k` to record which tokens sampling leaves (`types/sampling_mask.py`)."""
 
     @property
     def shards_weights(self) -> bool:

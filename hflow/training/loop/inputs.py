@@ -29,8 +29,8 @@ from hflow.models.packed_attention import PackedLayout, SharedRows
 from hflow.training.interface import NodeCall
 from hflow.training.loop.kept_sets import KeptSets
 from hflow.types import Sequences, Unit
-from hflow.types.kept_tokens import KEPT_TOKENS
 from hflow.types.routed_experts import ROUTED_EXPERTS
+from hflow.types.sampling_mask import SAMPLING_MASK
 from hflow.types.trajectory import TRAJECTORY
 from hflow.vision.batches import SEEN, SequencesWithImages
 from hflow.vision.embedding import RowsOfImages
@@ -304,7 +304,7 @@ def pack_batch(
             Unit.SEQUENCE: int(learns.sum()),
             Unit.GROUP: len(np.unique(batch.groups[learns])),
         },
-        kept=KeptSets.of_batch(batch, targets, device) if KEPT_TOKENS in batch.columns else None,
+        kept=KeptSets.of_batch(batch, targets, device) if SAMPLING_MASK in batch.columns else None,
     )
 
 

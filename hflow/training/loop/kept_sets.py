@@ -17,7 +17,7 @@ from hflow.base.errors import RunError
 from hflow.data.batches.batch import Batch
 from hflow.data.batches.batch_arguments import get_column, to_tensor
 from hflow.data.batches.device_copy import to_device
-from hflow.types.kept_tokens import KEPT_TOKENS, unpack_ids
+from hflow.types.sampling_mask import SAMPLING_MASK, unpack_ids
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class KeptSets:
         """Return the sets of learned tokens.
 
         Args:
-            batch: has `input_ids` and `kept_tokens`.
+            batch: has `input_ids` and `sampling_mask`.
             targets: `[N]`, positions of the tokens.
             device: the model's device.
 
         Raises:
             RunError: if a token is not in its set.
         """
-        sets = [unpack_ids(entry) for entry in np.asarray(get_column(batch, KEPT_TOKENS).values)[targets]]
+        sets = [unpack_ids(entry) for entry in np.asarray(get_column(batch, SAMPLING_MASK).values)[targets]]
         drawn = np.asarray(get_column(batch, "input_ids").values)[targets]
         for token, kept in zip(drawn, sets, strict=True):
             if len(kept) and not (kept == token).any():  # host: numpy

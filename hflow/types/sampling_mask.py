@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from hflow.types.recorded import RecordedKind, RowFormat
 
-KEPT_TOKENS = "kept_tokens"
+SAMPLING_MASK = "sampling_mask"
 """The field with the tokens from which each token was drawn: bytes `[T]`."""
 SAMPLING_REPLAY = "sampling_replay"
 """The option of a generate node that requests it."""
@@ -65,4 +65,4 @@ def _format(shape: Any, options: Mapping[str, Any]) -> RowFormat:
     return RowFormat.varying(1 + min(num * width, shape.vocab // 8 + 1))
 
 
-RECORDED = RecordedKind(KEPT_TOKENS, _format, option=SAMPLING_REPLAY, replayed_in="outputs")
+RECORDED = RecordedKind(SAMPLING_MASK, _format, option=SAMPLING_REPLAY, replayed_in="outputs")
