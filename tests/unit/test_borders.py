@@ -99,8 +99,6 @@ BORDERS = {
             "graph/check.py": "sampling that is not replayed",
             "graph/framework_reads.py": "where it is replayed",
             "planner/checks/unrunnable.py": "engines that need a limit",
-            "launch/running/run_observer.py": "a metric of interrupted samples",
-            "runtime/records/step_metrics.py": "a metric of interrupted samples",
             "training/loop/inputs.py": "batches that have it",
             "training/loop/kept_sets.py": "log-probs that replay it",
         },
