@@ -360,8 +360,7 @@ def _outside_language_model(model: PreTrainedModel) -> str | None:
 
 def _outer_targets(model: PreTrainedModel, head: str) -> set[str]:
     """Return the names of embedding and output matrix where these can have adapters."""
-    is_tied: bool = model.config.get_text_config().tie_word_embeddings
-    if is_tied or family_of(model.config) is not None:
+    if family_of(model.config) is not None or model.config.tie_word_embeddings:
         return set()
     return {EMBEDDING, OUTPUT} if head == "lm" else {EMBEDDING}
 

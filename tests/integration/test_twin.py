@@ -30,9 +30,9 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 SMALL = ["batch=8", "schedule.max_concurrent=64"]
 LEARNERS = {"reward_model": ["rm"], "self_play": ["alice", "bob"]}
 """Models that start from the checkpoint; in other recipes the actor does."""
-RANDOM = ("tool_agent", "tool_sft")
+RANDOM = ("tool_agent", "tool_sft", "echo")
 """Recipes with an alphabet of their own: from random weights."""
-OWN_ROWS = ("sft", "tool_sft", "dpo", "reward_model", "self_play", "custom/retrieval")
+OWN_ROWS = ("sft", "tool_sft", "dpo", "kto", "reward_model", "self_play", "custom/retrieval")
 """Recipes that need right answers."""
 PPO = ["models.critic.optim.warmup_steps=0", "batch=32"]
 
@@ -130,6 +130,9 @@ RECIPES: list[tuple[str, str, list[str]]] = [
     ("custom/llm_judge", "t2p2", []),
     ("custom/retrieval", "d2p2", []),
     ("custom/sft_rl", "t2p2", []),
+    ("echo", "d2c2", []),
+    ("kto", "d2t2", []),
+    ("teachers", "d2p2", []),
 ]
 
 
@@ -174,7 +177,10 @@ def test_a_divided_recipe_computes_what_one_process_does(
     for model in LEARNERS.get(name, ["actor"]):
         path = "null" if name in RANDOM else checkpoint
         overrides += [f"models.{model}.path={path}", f"models.{model}.optim.warmup_steps=0"]
-    overrides += {"custom/llm_judge": judge, "distill": teacher, "opd": teacher}.get(name, [])
+    _, _, path_of_teacher = teacher[0].partition("=")
+    both = [f"models.{one}.path={path_of_teacher}" for one in ("low", "high")]
+    given = {"custom/llm_judge": judge, "distill": teacher, "opd": teacher, "teachers": both}
+    overrides += given.get(name, [])
     (result,) = twin_report(f"recipes/{name}.py", overrides, [layout], processes).results
     assert result.failed_metrics == ()
     assert result.failed_weights == ()

@@ -49,7 +49,13 @@ class Engine:
         worker.get_draft_model = worker.synchronize_device = lambda: None
         self.stepper = object.__new__(VllmStepper)
         self.stepper._settings, self.stepper._engine = SimpleNamespace(sleeps=True), worker
-        self.stepper._has_weights, self.stepper._lora = True, None
+        self.stepper._model = SimpleNamespace(name="actor")
+        self.stepper._has_weights, self.stepper._adapter_requests = True, {}
+        self.stepper._steppers, self.stepper._asleep, self.stepper._without_cache = (
+            {"actor": self.stepper},
+            set(),
+            set(),
+        )
         self.stepper._requests, self.stepper._finished = {}, []
 
 

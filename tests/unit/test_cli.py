@@ -86,7 +86,17 @@ def test_commands_and_options_do_not_change():
         "export": ["--dtype", "--model", "--push", "directory", "target"],
         "new": ["--chat", "directory", "recipe"],
         "nodes": ["--json", "name", "subject"],
-        "plan": ["--diff", "--dot", "--html", "--json", "--mermaid", "--what-if", "overrides", "recipe"],
+        "plan": [
+            "--diff",
+            "--dot",
+            "--explain",
+            "--html",
+            "--json",
+            "--mermaid",
+            "--what-if",
+            "overrides",
+            "recipe",
+        ],
         "profile": ["--device", "--out"],
         "report": ["--html", "run"],
         "run": ["--cfg", "--live", "--plain", "--plan", "--resume", "overrides", "recipe"],
@@ -421,7 +431,7 @@ def test_what_if_prints_each_change_beside_the_base(hflow: CommandLine):
     small = ("cluster=h100-1x8", "schedule.max_concurrent=512", *BIG)
     tokens = "models.actor.tokens_per_microbatch"
     both = f"models.actor.layout=d2t2p2 {tokens}=4096"
-    changes = ("schedule.max_concurrent=16", "models.actor.layout=d1t4p2", both)
+    changes = ("schedule.max_concurrent=16", "models.actor.layout=d1t2p4", both)
     found = json.loads(hflow.prints("plan", "recipes/grpo.py", *small, "--what-if", *changes, "--json"))
     base = found["base"]
     assert (base["cluster"], base["num_devices"]) == ("h100-1x8", 8)

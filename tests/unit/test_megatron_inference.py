@@ -56,7 +56,7 @@ def assert_same(result, wanted) -> None:
 
 
 def test_stages_receive_only_the_columns_that_they_read(directory):
-    """Layers read token ids, on both stages; other columns reach the last stage, where rank 2 is the head."""
+    """Layers read tokens, and which count, on both stages; rank 2 is the head of the last stage, which has all."""
     received = [torch.load(directory / f"received.{rank}.pt", weights_only=False) for rank in range(4)]
     batch = twins.batch()
     for rank, minibatches in enumerate(received):
@@ -66,7 +66,8 @@ def test_stages_receive_only_the_columns_that_they_read(directory):
         for part, rows in zip(minibatch.microbatches, ([0, 1], [2]), strict=True):
             whole = batch.take(rows)
             added = {"is_learned", "num_learned", "num_sequences"}
-            names = {"input_ids", "routed_experts"} if rank < 2 else {*whole.columns, *added}
+            of_layers = {"input_ids", "routed_experts", "is_learned", "num_sequences"}
+            names = of_layers if rank < 2 else {*whole.columns, *added}
             assert part.columns.keys() == names
             for name in names - {*added, "loss_mask"}:
                 values = part.columns[name].values

@@ -125,7 +125,7 @@ def test_everything_that_can_be_set_of_a_ready_node_has_a_meaning() -> None:
 
 def test_every_ready_node_is_listed_once() -> None:
     nodes = ready_nodes()
-    text = "".join(part.text for part in Console(width=200).render(render_nodes(nodes)))
+    text = "".join(part.text for part in Console(width=200).render(render_nodes(nodes, [])))
     assert sorted(re.findall(r"^  ((?:nodes|rewards)\.\w+)", text, re.M)) == sorted(n.name for n in nodes)
 
 

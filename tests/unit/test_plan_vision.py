@@ -253,6 +253,6 @@ def test_adapters_are_in_the_language_model_only():
 def test_plans_name_the_tower():
     compiled = geometry()
     text = format_replica_size(compiled.plan.replicas[0], dict(compiled.plan.shapes)["actor"])
-    assert text == "8.29 billion, 677 million of them the tower, in bf16"
+    assert text == "qwen2_5_vl, 8.29 billion, 677 million of them the tower, in bf16"
     lengths = dict(compiled.plan.forecast.workload)["chat_gen"]
     assert "(450 of them 1 image of 700 x 500)" in lengths_text(lengths)

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from hflow.planner.plan.optimizers import OptimizerKind, OptimizerState, OptimizerTraits
 from hflow.training.optimizers.adamw.descriptor import STATES
+from hflow.training.optimizers.adamw_8bit.blocks import BLOCK
 
 if TYPE_CHECKING:
     from hflow.config.schema import OptimConfig
 
-BLOCK = 256
-"""Entries that share a scale in fp32."""
 _BYTES = 1 + 4 / BLOCK
 
 

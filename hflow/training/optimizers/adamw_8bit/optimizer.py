@@ -13,7 +13,7 @@ from typing_extensions import override
 from hflow.data.batches.device_copy import to_device
 from hflow.planner.plan.optimizers import CHUNK
 from hflow.training.optimizers.adamw.optimizer import update_adamw
-from hflow.training.optimizers.adamw_8bit.descriptor import BLOCK
+from hflow.training.optimizers.adamw_8bit.blocks import BLOCK
 from hflow.training.optimizers.base import BaseOptimizer
 
 _NUM_DECADES = 7

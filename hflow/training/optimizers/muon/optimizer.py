@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from hflow.training.optimizers.adamw.optimizer import update_adamw
 from hflow.training.optimizers.base import BaseOptimizer
-from hflow.training.optimizers.muon.descriptor import NUM_ITERATIONS
+from hflow.training.optimizers.muon.iterations import NUM_ITERATIONS
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """The factors of `a x + b x^3 + c x^5`, which moves singular values towards 1 (Jordan et al. 2024)."""
