@@ -56,7 +56,7 @@ def assert_same(result, wanted) -> None:
 
 
 def test_stages_receive_only_the_columns_that_they_read(directory):
-    """Layers read tokens, and which count, on both stages; rank 2, the head of the last one, has all columns."""
+    """Layers read tokens, and which count, on both stages; rank 2, the head of the last, has all columns."""
     received = [torch.load(directory / f"received.{rank}.pt", weights_only=False) for rank in range(4)]
     batch = twins.batch()
     for rank, minibatches in enumerate(received):
