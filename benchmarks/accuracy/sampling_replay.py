@@ -39,7 +39,7 @@ LIMITS: tuple[dict[str, Any], ...] = (
 
 
 def logprobs(out: Output) -> torch.Tensor:
-    """Return what an infer node keeps."""
+    """Return the outputs of an infer node."""
     return out.logprobs
 
 

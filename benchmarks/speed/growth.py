@@ -2,7 +2,7 @@
 
     python -m benchmarks.speed.growth --steps 100000
 
-The steps have no model: what a controller tells its files of a step is told to them as fast as they take it.
+There is no model: the reports of a controller are written as fast as the files take them.
 It gives the processor time, bytes and memory of a step in the first and in the last tenth of the steps, then
 the size of each file, the time of what reads them, and of going back to the middle.
 """
@@ -45,7 +45,7 @@ METRICS = 60
 
 
 def tell(directory: RunDirectory, num_steps: int) -> dict[str, Any]:
-    """Tell the files of a run so many steps, and return what a step costs in each tenth of them."""
+    """Write the reports of steps; return the cost of one in the first and in the last tenth of them."""
     draw = random.Random(0)
     tenths: list[dict[str, float]] = []
     middle = 0
@@ -111,7 +111,7 @@ def query(directory: RunDirectory, num_steps: int, position: int) -> dict[str, f
 
     Args:
         directory: the run's.
-        num_steps: its steps.
+        num_steps: number of steps that were written.
         position: the ledger's after half of them.
     """
     run, middle = str(directory.path), num_steps * GROUPS * GROUP // 2

@@ -119,10 +119,11 @@ def explain_node(plan: Plan, costs: Costs, name: str) -> Explanation:
     unfolded: dict[str, tuple[Term, ...]] = {}
     if name == plan.schedule.streams[0].source:
         parts = costs.source()
-        for engine, engine_costs in (costs.engines() or {}).items():
+        engines = costs.engines() or {}
+        for engine, engine_costs in engines.items():
             replica = engine_costs
             found, of_parts = _generation(costs, engine_costs)
-            mark = f"{engine} " if len(costs.engines() or {}) > 1 else ""
+            mark = f"{engine} " if len(engines) > 1 else ""
             facts += [(f"{mark}{label}", value) for label, value in found]
             unfolded |= {f"{mark}{part}": kinds for part, kinds in of_parts.items()}
     elif name in nodes:
@@ -234,11 +235,10 @@ def _generation(
         ("prompt tokens", f"{batch.prompts.rows:,.0f} an engine"),
         ("decode steps", f"{steps[0]:,.0f} with {_mean(batch.full):,.0f} sequences on average"),
         ("tail", f"{steps[1]:,.0f} steps with {_mean(batch.tail):,.0f} sequences, fewer than half"),
-        ("launches decode steps", "a CUDA graph" if replica.captures_decode else "the host"),
-        ("the host schedules a step ahead", "yes" if replica.schedules_ahead else "no"),
     ]
-    if not replica.host.layer_us:  # its figures are those of CUDA graphs
-        facts = [fact for fact in facts if fact[0] != "launches decode steps"]
+    if replica.host.layer_us:  # else its figures are those of CUDA graphs
+        facts.append(("launches decode steps", "a CUDA graph" if replica.captures_decode else "the host"))
+    facts.append(("the host schedules a step ahead", "yes" if replica.schedules_ahead else "no"))
     decoding = tuple(_decoding(replica, batch.full)), tuple(_decoding(replica, batch.tail))
     return facts, {"decode": decoding[0], "tail": decoding[1]}
 
@@ -254,45 +254,32 @@ def _decoding(replica: ReplicaCosts, phases: Sequence[DecodePhase]) -> Iterator[
     step_of, calibration = DecodeStep(replica), replica.hardware.calibration
     steps = [(phase.num_steps, step_of.seconds(phase.sequences, phase.context)) for phase in phases]
     products = "matmul.{dtype}.share", "memory.decode", "memory.sharpness"
-    rows: tuple[tuple[str, float, Where, tuple[str, ...]], ...] = (
-        ("products", sum(num * step.products.seconds for num, step in steps), "device", products),
+    scheduling = "host.{host}.step_us", "host.{host}.sequence_us"
+    experts = "host.{host}.expert_us", "host.{host}.expert_launch_us"
+    rows: tuple[tuple[str, Where, tuple[str, ...], Iterable[float]], ...] = (
+        ("products", "device", products, (num * step.products.seconds for num, step in steps)),
         (
             "attention and reading the cache",
-            sum(num * step.attention.seconds for num, step in steps),
             "device",
             ("attention", "memory.decode"),
+            (num * step.attention.seconds for num, step in steps),
         ),
         (
             "other kernels",
-            sum(num * step.others for num, step in steps),
             "device",
             ("memory.stream", "host.{host}.passes"),
+            (num * step.others for num, step in steps),
         ),
-        (
-            "gaps between kernels",
-            sum(num * step.gaps for num, step in steps),
-            "device",
-            ("host.{host}.gap_us",),
-        ),
+        ("gaps between kernels", "device", ("host.{host}.gap_us",), (num * step.gaps for num, step in steps)),
         (
             "launching kernels",
-            sum(num * step.launching for num, step in steps),
             "host",
             ("host.{host}.layer_us",),
+            (num * step.launching for num, step in steps),
         ),
-        (
-            "scheduling",
-            sum(num * step.scheduling for num, step in steps),
-            "host",
-            ("host.{host}.step_us", "host.{host}.sequence_us"),
-        ),
-        (
-            "experts' host",
-            sum(num * step.experts for num, step in steps),
-            "host",
-            ("host.{host}.expert_us", "host.{host}.expert_launch_us"),
-        ),
+        ("scheduling", "host", scheduling, (num * step.scheduling for num, step in steps)),
+        ("experts' host", "host", experts, (num * step.experts for num, step in steps)),
     )
-    for name, seconds, where, figures in rows:
-        if seconds:
-            yield Term(name, seconds, where, tuple(_figures(figures, replica, calibration)))
+    for name, where, figures, seconds in rows:
+        if whole := sum(seconds):
+            yield Term(name, whole, where, tuple(_figures(figures, replica, calibration)))
