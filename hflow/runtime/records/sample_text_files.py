@@ -40,8 +40,8 @@ def write_samples(directory: Path, number: int, rows: Sequence[SampleRow]) -> No
     """
     directory.mkdir(exist_ok=True)
     replaced = {_kind(row) for row in rows}
-    kept = [row for row in _Files(directory).read_step(number) if _kind(row) not in replaced]
-    _write(directory / f"step-{number}.jsonl", (*kept, *rows))
+    kept = [row for row in _read_step(directory, number) if _kind(row) not in replaced]
+    _write(_single_path(directory, number), (*kept, *rows))
     if number % STEPS_PER_FILE == 0:
         _Files(directory).join_before(number - STEPS_PER_FILE)
 
@@ -66,15 +66,15 @@ def read_some(directory: Path) -> list[SampleRow]:
 def read_newest(directory: Path, num_steps: int) -> list[SampleRow]:
     """Return the rows of the last steps that have any."""
     files = _Files(directory)
-    return [row for number in sorted(files.single)[-num_steps:] for row in files.read_step(number)]
+    return [row for number in sorted(files.single)[-num_steps:] for row in _read_step(directory, number)]
 
 
 def read_around(directory: Path, step: int | None) -> list[SampleRow]:
     """Return the rows of a step and of those beside it; None: of the last hundreds."""
-    files = _Files(directory)
     if step is None:
+        files = _Files(directory)
         return [row for block in files.blocks[-2:] for row in files.read(block)]
-    return [row for number in (step - 1, step, step + 1) for row in files.read_step(number)]
+    return [row for number in (step - 1, step, step + 1) for row in _read_step(directory, number)]
 
 
 def by_sample(rows: Iterable[SampleRow]) -> dict[SampleKey, list[SampleRow]]:
@@ -124,12 +124,6 @@ class _Files:
             rows += _rows(self.single[number], number)
         return sorted(rows, key=lambda row: int(row["step"]))
 
-    def read_step(self, number: int) -> list[SampleRow]:
-        """Return the rows of a step."""
-        if number in self.single:
-            return _rows(self.single[number], number)
-        return [row for row in self._read_joined(number // STEPS_PER_FILE) if row["step"] == number]
-
     def filter(self, kept: Callable[[Sequence[SampleRow]], list[SampleRow]]) -> None:
         """Keep these rows of each file, and no file without rows."""
         files = [(path, _rows(path, number)) for number, path in self.single.items()]
@@ -143,9 +137,7 @@ class _Files:
     def join_before(self, end: int) -> None:
         """Join the files of steps before `end`, a multiple of a hundred, into those of hundreds."""
         for block in sorted({number // STEPS_PER_FILE for number in self.single if number < end}):
-            first = block * STEPS_PER_FILE
-            name = f"steps-{first}-{first + STEPS_PER_FILE - 1}.jsonl.gz"
-            _write(self._directory / name, self.read(block))
+            _write(_joined_path(self._directory, block), self.read(block))
             for number in self._single_of(block):
                 self.single[number].unlink()
 
@@ -154,6 +146,23 @@ class _Files:
 
     def _read_joined(self, block: int) -> list[SampleRow]:
         return _rows(self._joined[block]) if block in self._joined else []
+
+
+def _single_path(directory: Path, number: int) -> Path:
+    return directory / f"step-{number}.jsonl"
+
+
+def _joined_path(directory: Path, block: int) -> Path:
+    first = block * STEPS_PER_FILE
+    return directory / f"steps-{first}-{first + STEPS_PER_FILE - 1}.jsonl.gz"
+
+
+def _read_step(directory: Path, number: int) -> list[SampleRow]:
+    """Return the rows of a step. It does not look at other files, of which there are more and more."""
+    if (single := _single_path(directory, number)).is_file():
+        return _rows(single, number)
+    joined = _joined_path(directory, number // STEPS_PER_FILE)
+    return [row for row in _rows(joined) if row["step"] == number] if joined.is_file() else []
 
 
 def _write(path: Path, rows: Iterable[SampleRow]) -> None:
