@@ -89,11 +89,10 @@ def compile_plan(
         limits = throttles(basis, estimates, is_placed=not candidates, can_run=not plan.unrunnable)
         estimates = dataclasses.replace(estimates, limits=limits)
     estimates = dataclasses.replace(estimates, candidates=tuple(_with_moves(plan, estimates)))
-    capacity = plan.cluster.memory_bytes
     nearest = partial(nearest_fit, graph, request, asked)
-    check_memory(estimates.memory, capacity, nearest)
+    check_memory(estimates.memory, plan.cluster, nearest)
     check_host_memory(estimates.host)
-    tight = margin_warnings(estimates.memory, capacity, partial(nearest, may_grow=False))
+    tight = margin_warnings(estimates.memory, plan.cluster, partial(nearest, may_grow=False))
     plan = dataclasses.replace(
         plan, warnings=(*plan.warnings, *tight, *host_memory_warnings(estimates.host, request))
     )

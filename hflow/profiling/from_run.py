@@ -94,6 +94,8 @@ def learn_from_run(run: str, device: str) -> LearnedFromRun:
     file = read_plan_file(directory.path)
     config = file.configuration()
     base = calibration_of(file.rows["hardware"]["calibration"], file.path)
+    if file.rows["hardware"].get("others"):
+        raise ConfigError(f"calibrate={run} ran on several kinds of devices; choose a run on {device} alone")
     measured_on = file.rows["hardware"]["device"]["name"]
     if measured_on != device:
         raise PlanError(

@@ -8,6 +8,7 @@ from typing import Any
 
 from hflow.base.text import format_bytes, format_count, pluralize
 from hflow.planner.forecast.figures import step_seconds
+from hflow.planner.forecast.memory import fullest_phase
 from hflow.planner.models.choices import determinism_line
 from hflow.planner.plan.forecast import CycleStep, PhaseMemory
 from hflow.planner.plan.rows import Plan
@@ -35,7 +36,7 @@ def facts(plan: Plan) -> Facts:
     period = plan.forecast.period
     seconds, is_lower_bound = step_seconds(plan)
     return Facts(
-        peak=max(plan.forecast.memory, key=lambda row: row.total, default=None),
+        peak=fullest_phase(plan.forecast.memory, plan.cluster)[0],
         seconds=seconds,
         is_lower_bound=is_lower_bound,
         rates=() if seconds is None else tuple(_rates(plan, seconds)),

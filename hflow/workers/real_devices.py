@@ -207,7 +207,7 @@ def check_devices(plan: Plan, found: Sequence[ProcessDevices], versions: Sequenc
                     f"has {package} {ours}. Install the same on all machines"
                 )
         if has_cuda_api(plan.cluster.device):
-            _check_gpu(where, process, plan.cluster)
+            _check_gpu(where, process, plan.cluster, worker)
             hosted = [replica for replica in plan.replicas if worker in replica.workers]
             names = {replica.name for replica in hosted}
             _check_kernels(where, process, plan, names)
@@ -217,17 +217,18 @@ def check_devices(plan: Plan, found: Sequence[ProcessDevices], versions: Sequenc
     if not has_cuda_api(plan.cluster.device):
         return
     _check_host_memory(plan, found)
-    kinds: dict[str, list[int]] = {}
+    kinds_of: dict[int, dict[str, list[int]]] = {}
     workers_of: dict[tuple[str, str], list[int]] = {}
     for worker, process in enumerate(found):
-        kinds.setdefault(process.kind, []).append(worker)
+        kinds_of.setdefault(plan.cluster.part_index(worker), {}).setdefault(process.kind, []).append(worker)
         workers_of.setdefault((process.host, process.names[0]), []).append(worker)
-    if len(kinds) > 1:
-        listed = "; ".join(f"{kind}: worker {format_ranges(workers)}" for kind, workers in kinds.items())
-        raise RunError(
-            f"the workers have different GPUs ({listed}), but a plan has one kind. Use machines of one kind, "
-            "or leave out the others with CUDA_VISIBLE_DEVICES"
-        )
+    for kinds in kinds_of.values():
+        if len(kinds) > 1:
+            listed = "; ".join(f"{kind}: worker {format_ranges(workers)}" for kind, workers in kinds.items())
+            raise RunError(
+                f"the workers have different GPUs ({listed}), but the plan has one kind. Name each, as in "
+                "cluster=h100-1x8+a100-80g-1x8, or leave out the others with CUDA_VISIBLE_DEVICES"
+            )
     for (host, name), workers in workers_of.items():
         if len(workers) > 1:
             raise RunError(
@@ -253,17 +254,18 @@ def _check_host_memory(plan: Plan, found: Sequence[ProcessDevices]) -> None:
             )
 
 
-def _check_gpu(where: str, process: ProcessDevices, cluster: ClusterSpec) -> None:
+def _check_gpu(where: str, process: ProcessDevices, cluster: ClusterSpec, worker: int) -> None:
     """Refuse a GPU that cannot be used, or has less memory than planned."""
     if process.problem:
         raise RunError(
             f"{where} cannot use a GPU: {process.problem}. There, "
             f"`hflow doctor --gpus {cluster.devices_per_node}` says how to fix it"
         )
-    if process.memory_bytes < MIN_MEMORY_SHARE * cluster.memory_bytes:
+    planned = cluster.memory_of(worker)
+    if process.memory_bytes < MIN_MEMORY_SHARE * planned:
         raise RunError(
             f"{where} has {process.kind} with {process.memory_bytes / GIB:.1f} GiB, but "
-            f"cluster={cluster.name} assumes {cluster.memory_bytes / GIB:.1f} GiB. Set a cluster of the "
+            f"cluster={cluster.name} assumes {planned / GIB:.1f} GiB. Set a cluster of the "
             "devices that there are"
         )
 

@@ -999,7 +999,11 @@ def refused(capacity, cluster="h100-1x2", graph=None, request=None, **asked):
     plan = compile_plan(graph, replace(wanted, cluster=replace(wanted.cluster, memory_bytes=2**60)))
     phases = memory_phases(plan, wanted)
     with pytest.raises(PlanError) as error:
-        check_memory(phases, memory_bytes, lambda: nearest_fit(graph, small, small))
+        check_memory(
+            phases,
+            replace(small.cluster, memory_bytes=memory_bytes),
+            lambda: nearest_fit(graph, small, small),
+        )
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -1136,8 +1140,8 @@ def test_a_plan_with_little_to_spare_is_warned_about():
 
 def test_a_plan_that_fits_is_not_refused():
     plan, request = compiled(graphs.grpo())
-    check_memory(memory_phases(plan, request), plan.cluster.memory_bytes, pytest.fail)
-    check_memory((), 0, pytest.fail)
+    check_memory(memory_phases(plan, request), plan.cluster, pytest.fail)
+    check_memory((), plan.cluster, pytest.fail)
 
 
 # ----------------------------------------------------------------------- beside the real thing

@@ -45,7 +45,7 @@ from hflow.planner.plan.calibration import (
     changed_figures,
     check_device,
 )
-from hflow.planner.plan.cluster import ClusterSpec, device_of, parse_cluster
+from hflow.planner.plan.cluster import PART_SEPARATOR, ClusterSpec, device_of, parse_cluster
 from hflow.planner.plan.hardware import Device, Hardware, Link
 from hflow.planner.plan.optimizers import OPTIMIZERS
 from hflow.planner.plan.request import PlanRequest
@@ -133,29 +133,44 @@ def cluster_hardware(
     """
     devices, links = known_devices(recipe), known_links(recipe)
     cluster = parse_cluster(config.cluster, devices)
-    device = devices[device_of(config.cluster)]
+    if config.calibration is not None and config.calibrate is not None:
+        raise ConfigError("calibration and calibrate are both set; remove one of them")
+    parts = cluster.parts or (cluster,)
+    for key in ("device_memory_gib", "calibration", "calibrate"):
+        if len(parts) > 1 and getattr(config, key) is not None:
+            raise ConfigError(f"{key} holds for one kind of devices, but cluster={cluster.name} has several")
     if config.cores is not None:
         cluster = replace(cluster, cores=_cores(config, cluster))
-    if config.device_memory_gib is not None:
-        device = _with_memory(device, config.device_memory_gib)
-        cluster = replace(cluster, memory_bytes=device.memory_bytes)
-    intra = _link(f"hardware.devices.{device.name}.link", device.link, links)
+    kinds = []
+    for part, first in zip(parts, cluster.first_devices or (0,), strict=True):
+        device = devices[device_of(part.name)]
+        if config.device_memory_gib is not None:
+            device = _with_memory(device, config.device_memory_gib)
+            cluster = replace(cluster, memory_bytes=device.memory_bytes)
+        if device.rack is not None:
+            _check_racks(part, device.rack.devices, first)
+        kinds.append((first, _hardware(config, device, links, recipe, learn)))
+    return cluster, replace(kinds[0][1], others=tuple(kinds[1:]))
+
+
+def _hardware(
+    config: RunConfig, device: Device, links: dict[str, Link], recipe: str | Path, learn: Learn
+) -> Hardware:
+    """Return the figures of one kind of devices."""
+    key, rack = f"hardware.devices.{device.name}", None
+    intra = _link(f"{key}.link", device.link, links)
     if config.network is not None:
         inter = _link("network", config.network, links)
     else:
-        inter = _link(f"hardware.devices.{device.name}.network", device.network, links)
-    host = _link(f"hardware.devices.{device.name}.host_link", device.host_link, links)
-    rack = None
+        inter = _link(f"{key}.network", device.network, links)
+    host = _link(f"{key}.host_link", device.host_link, links)
     if device.rack is not None:
-        rack = _link(f"hardware.devices.{device.name}.rack.link", device.rack.link, links)
-        _check_racks(cluster, device.rack.devices)
+        rack = _link(f"{key}.rack.link", device.rack.link, links)
     if config.calibrate is None:
         calibration = device_calibration(device, recipe, config.calibration)
-    elif config.calibration is None:
-        calibration = learn(config.calibrate, device.name).calibration
     else:
-        raise ConfigError("calibration and calibrate are both set; remove one of them")
-    return cluster, Hardware(device, intra, inter, host, calibration, rack)
+        calibration = learn(config.calibrate, device.name).calibration
+    return Hardware(device, intra, inter, host, calibration, rack)
 
 
 def device_calibration(device: Device, recipe: str | Path, file: str | None = None) -> Calibration:
@@ -222,9 +237,17 @@ def _cores(config: RunConfig, cluster: ClusterSpec) -> tuple[int, ...]:
     return cores if len(cores) == num_devices else cores * num_devices
 
 
-def _check_racks(cluster: ClusterSpec, rack_devices: int) -> None:
-    """Refuse machines that do not fill a rack."""
+def _check_racks(cluster: ClusterSpec, rack_devices: int, first: int) -> None:
+    """Refuse machines that do not fill a rack.
+
+    Args:
+        cluster: the machines.
+        rack_devices: devices of a rack.
+        first: the first device of the machines; the planner counts racks from the first one of all.
+    """
     size = cluster.devices_per_node
+    if first % rack_devices:
+        raise ConfigError(f"cluster: {cluster.name} is in racks; name it in front of the other machines")
     if size <= rack_devices and (cluster.num_nodes == 1 or rack_devices % size == 0):
         return
     kind = device_of(cluster.name)
@@ -240,8 +263,8 @@ def _larger_devices(config: RunConfig, device: Device, recipe: str | Path) -> tu
 
     Those in racks are left out, as not every number of machines fills one.
     """
-    if config.device_memory_gib is not None:  # it would hold for the others as well
-        return ()
+    if config.device_memory_gib is not None or PART_SEPARATOR in config.cluster:
+        return ()  # the memory would hold for the others as well
     others = (d for d in known_devices(recipe).values() if d.type == device.type and d.rack is None)
     larger = (other for other in others if other.memory_gib > device.memory_gib)
     return tuple(sorted(larger, key=lambda other: (other.memory_gib, other.name)))
@@ -326,14 +349,16 @@ def _calibration_warnings(
     models: Mapping[str, ModelConfig], hardware: Hardware, deterministic: bool
 ) -> Iterator[str]:
     """Yield the figures of a calibration that were measured with other kernels or packages."""
-    device, flash = hardware.device, flash_versions()
-    kernels = [
-        packed_kernel(
-            device.type, model.compute_dtype, device.capability, flash, deterministic=deterministic
-        ).kernel
-        for model in models.values()
-    ]
-    yield from changed_figures(hardware.calibration, installed_versions(), kernels)
+    flash, installed = flash_versions(), installed_versions()
+    for kind in hardware.kinds:
+        device = kind.device
+        kernels = [
+            packed_kernel(
+                device.type, model.compute_dtype, device.capability, flash, deterministic=deterministic
+            ).kernel
+            for model in models.values()
+        ]
+        yield from changed_figures(kind.calibration, installed, kernels)
 
 
 def installed_versions() -> dict[str, str]:

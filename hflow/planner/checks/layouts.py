@@ -8,6 +8,8 @@ from dataclasses import replace
 from itertools import chain
 
 from hflow.base.errors import PlanError
+from hflow.base.text import format_ranges
+from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.optimizers import OPTIMIZERS, states_of
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import Replica
@@ -38,6 +40,7 @@ def check_layouts(replicas: Iterable[Replica], request: PlanRequest) -> None:
         PlanError: naming the replica, the axis, sizes that fit and the nearest layout that works.
     """
     for replica in replicas:
+        _check_kind(replica, request.cluster)
         if replica.role == "gen" and replica.layout.context > 1:
             raise PlanError(
                 f"{replica.name}: layout {replica.layout} has a context axis, but generation does not divide "
@@ -49,6 +52,16 @@ def check_layouts(replicas: Iterable[Replica], request: PlanRequest) -> None:
             _check_experts(replica, shape)
             _check_adapters(replica, request)
             _check_quantized_states(replica, shape, request)
+
+
+def _check_kind(replica: Replica, cluster: ClusterSpec) -> None:
+    """Refuse ranks of a replica on devices of several kinds: all would be as slow as the slowest."""
+    if len({cluster.part_index(worker) for worker in replica.workers}) > 1:
+        parts = zip(cluster.parts, cluster.first_devices, strict=True)
+        listed = " and ".join(
+            f"{format_ranges(range(first, first + part.num_devices))} ({part.name})" for part, first in parts
+        )
+        raise PlanError(f"{replica.name} has devices of several kinds; place it on those of one: {listed}")
 
 
 def _with_data(layout: Layout, replica: Replica) -> str:

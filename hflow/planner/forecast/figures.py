@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hflow.planner.forecast.memory import unknown_models
+from hflow.planner.forecast.memory import fullest_phase, unknown_models
 from hflow.planner.plan.rows import Plan
 
 SECONDS_PER_HOUR = 3600
@@ -70,18 +70,23 @@ def plan_figures(plan: Plan) -> PlanFigures:
     forecast, cluster, stream = plan.forecast, plan.cluster, plan.schedule.streams[0]
     seconds, is_lower_bound = step_seconds(plan)
     num_steps, num_samples = plan.schedule.num_steps, (stream.batch or 0) * stream.group_size
-    price = plan.hardware.device.dollars_per_hour
-    per_hour = None if price is None else price * cluster.num_devices
+    parts = cluster.parts or (cluster,)
+    prices = [
+        (part.num_devices, kind.device.dollars_per_hour)
+        for part, kind in zip(parts, plan.hardware.kinds, strict=True)
+    ]
+    paid = [num * price for num, price in prices if price is not None]
+    per_hour = sum(paid) if len(paid) == len(prices) else None
     per_step = None if per_hour is None or seconds is None else per_hour * seconds / SECONDS_PER_HOUR
-    peaks = [] if unknown_models(plan) else [phase.total for phase in forecast.memory]
+    peak, memory = fullest_phase(() if unknown_models(plan) else forecast.memory, cluster)
     return PlanFigures(
         cluster=cluster.name,
         num_devices=cluster.num_devices,
         seconds_per_step=seconds,
         samples_per_second=None if seconds is None else num_samples / seconds,
         days=None if seconds is None else num_steps * seconds / SECONDS_PER_DAY,
-        peak_bytes=max(peaks, default=None),
-        memory_bytes=cluster.memory_bytes,
+        peak_bytes=None if peak is None else peak.total,
+        memory_bytes=memory,
         dollars_per_hour=per_hour,
         dollars_per_step=per_step,
         dollars=None if per_step is None else num_steps * per_step,

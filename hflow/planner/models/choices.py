@@ -69,7 +69,7 @@ def served_model(replica: Replica, request: PlanRequest) -> ServedModel:
         replica,
         request.model(name),
         request.cluster,
-        request.hardware,
+        request.hardware.at(replica.workers[0]),
         request.shapes.get(name),
         request.families.get(name),
     )
@@ -113,7 +113,7 @@ def attention_choice(replica: Replica, request: PlanRequest) -> AttentionChoice:
     kernel = packed_kernel(
         request.cluster.device,
         request.model(replica.model).compute_dtype,
-        request.hardware.device.capability,
+        request.hardware.at(replica.workers[0]).device.capability,
         request.flash_attn,
         deterministic=request.deterministic,
     )
@@ -133,7 +133,7 @@ def _layer_choice(replica: Replica, request: PlanRequest) -> LayerChoice:
         return LayerChoice(replica.name, LayerKernels.TORCH, None, "adapters are beside matrices of torch")
     device, dtype = request.cluster.device, config.compute_dtype
     kernels, why = choose_kernels(config.kernels, device, dtype, installed, config.fp8)
-    if config.fp8 is not None and "fp8" not in request.hardware.calibration.matmul:
+    if config.fp8 is not None and "fp8" not in request.hardware.at(replica.workers[0]).calibration.matmul:
         why += ", whose rate is a guess"
     of_te = installed if kernels is LayerKernels.TRANSFORMER_ENGINE else None
     return LayerChoice(replica.name, kernels, of_te.version if of_te else None, why)
@@ -163,7 +163,7 @@ def te_setting(model: str, config: ModelConfig) -> tuple[str, str]:
 
 def _fp8_problem(recipe: Fp8Recipe, replica: Replica, request: PlanRequest) -> str:
     """Return the reason why a replica does not multiply in FP8; empty if it does."""
-    needs, device = FP8_NEEDS[recipe], request.hardware.device
+    needs, device = FP8_NEEDS[recipe], request.hardware.at(replica.workers[0]).device
     if device.capability is not None and not needs.fits(device.capability):
         able = [other for other, of_other in FP8_NEEDS.items() if of_other.fits(device.capability)]
         recipes = " and ".join(able) if able else "no recipe"

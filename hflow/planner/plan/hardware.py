@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import field, replace
 from functools import cached_property
 from typing import Annotated, Literal
 
@@ -122,6 +124,27 @@ class Hardware:
     """The rates that programs reach on device and links."""
     rack: Link | None = None
     """Between machines of one rack; None if the device has no `rack`."""
+    others: tuple[tuple[int, Hardware], ...] = field(default=(), metadata={"left_out_by_default": True})
+    """Hardware of further kinds of devices in the same cluster, each after its first device."""
+
+    @property
+    def kinds(self) -> tuple[Hardware, ...]:
+        """The hardware of each kind of devices; itself, if all are equal."""
+        return (replace(self, others=()), *(other for _, other in self.others)) if self.others else (self,)
+
+    def at(self, device: int) -> Hardware:
+        """Return the hardware of a device, and of all others of its kind."""
+        if not self.others:
+            return self
+        return self.kinds[bisect_right([first for first, _ in self.others], device)]
+
+    def network(self, workers: Sequence[int]) -> Link:
+        """Return the link over which devices on different machines exchange: of several kinds the slower."""
+        ends = min(workers), max(workers)
+        near, far = map(self.at, ends)
+        if near != far:
+            return min((one.inter for one in self.kinds), key=lambda link: link.gb_per_s)
+        return near.within_rack if near.rack_of(ends[0]) == near.rack_of(ends[1]) else near.inter
 
     @cached_property
     def of_updates(self) -> Hardware:

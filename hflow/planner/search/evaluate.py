@@ -226,9 +226,10 @@ class Evaluator:
         if self._shares_offloaded(options):
             return None
         fit = self.memory.fit(self.phases(block), options, common)
-        if fit.total > self.problem.memory_limit:
+        device = options[0].replica.workers[0]
+        if fit.total > self.problem.memory_limit(device):
             return None
-        if fit.host + self._published_within(options, common) > self.problem.host_memory_limit:
+        if fit.host + self._published_within(options, common) > self.problem.host_memory_limit(device):
             return None
         limited = tuple(self.table.limited(o, fit.largest_batches.get(o.name)) for o in options)
         seconds = {name: value for option in limited for name, value in option.seconds.items()}
@@ -315,7 +316,8 @@ class Evaluator:
         common = self.common_devices(blocks)
         for src, gen in _senders(options, self.problem.written):
             places = None
-            if any(group.devices for group in self.problem.fixed):  # others differ in nothing but number
+            # Otherwise devices differ in nothing but their number.
+            if self.problem.cluster.parts or any(group.devices for group in self.problem.fixed):
                 of_src, of_gen = (_sets_of(option.name, blocks, devices) for option in (src, gen))
                 places = joined_devices(of_src), joined_devices(of_gen)
             yield gen, self._new_weights(src, gen, common[gen.replica.model], places)
@@ -366,7 +368,7 @@ class Evaluator:
 
         They count for models whose engine has the devices of its trainer.
         """
-        if math.isinf(self.problem.host_memory_limit):
+        if not options or math.isinf(self.problem.host_memory_limit(options[0].replica.workers[0])):
             return 0.0
         per_machine = self.problem.cluster.devices_per_node
         num_devices = min(per_machine, max((option.layout.world for option in options), default=1))
@@ -382,13 +384,13 @@ class Evaluator:
         Nothing is counted machine by machine if each would have room for all of them.
         """
         problem, cluster = self.problem, self.problem.cluster
-        capacity = problem.host_memory_limit * cluster.devices_per_node
+        room = problem.host_memory_limits
         options = tuple(dict.fromkeys(option for group in groups for option in group.options))
         common = self.common_devices(blocks)
         routes = [
             new for gen, new in self._routed(blocks, devices, options) if common[gen.replica.model] != "all"
         ]
-        if math.isinf(capacity) or not sum(new.host_bytes for new in routes):
+        if math.isinf(min(room)) or not sum(new.host_bytes for new in routes):
             return True
         used: Counter[int] = Counter()
         for own, group in zip(devices, groups, strict=True):
@@ -405,7 +407,7 @@ class Evaluator:
             plan = replace(problem.base, cluster=cluster, replicas=replicas)
             for machine, items in published_by(plan, problem.request, new.route):
                 used[machine] += items.total()
-        return max(used.values()) <= capacity
+        return all(num_bytes <= room[machine] for machine, num_bytes in used.items())
 
     def _agree(self, options: Sequence[ReplicaOption]) -> bool:
         """Return whether replicas that need equal layouts have them."""
@@ -535,7 +537,9 @@ class Evaluator:
 
         Where memory is tight these are nearly all, and they are the fastest.
         """
-        limit = self.problem.memory_limit - self.memory.runtime + self.memory.most_shared(tables.values())
+        device = next((option.replica.workers[0] for table in tables.values() for option in table), 0)
+        limit = self.problem.memory_limit(device) - self.memory.runtime(device)
+        limit += self.memory.most_shared(tables.values())
         sizes = {name: [self._sizes(blocks, option) for option in table] for name, table in tables.items()}
         smallest = {
             (name, i): [min(column) for column in zip(*(row[i] for row in sizes[name]), strict=True)]

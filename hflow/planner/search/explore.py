@@ -15,12 +15,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from hflow.planner.make.replicas import Devices
 from hflow.planner.search.evaluate import Choice, Evaluator, GroupChoice
-from hflow.planner.search.layouts import assign_devices, compositions, group_sizes, usable_devices
+from hflow.planner.search.layouts import (
+    Share,
+    devices_of_parts,
+    devices_of_shares,
+    divisions_of,
+    group_sizes,
+)
 from hflow.planner.search.partition import Blocks, overlaps, set_partitions, spread_sets
 from hflow.planner.search.problem import SearchProblem
 
@@ -110,8 +116,8 @@ class Exploration:
 def _kind(choice: Choice) -> Hashable:
     """Return the key that identifies an alternative of a division."""
     engines = [option for option in choice.options if option.replica.role == "gen"]
-    sizes = tuple(map(len, choice.devices))
-    return sizes, tuple((option.layout, option.config.gen.max_running) for option in engines)
+    places = tuple((devices[0], len(devices)) for devices in choice.devices)
+    return places, tuple((option.layout, option.config.gen.max_running) for option in engines)
 
 
 def explore(evaluator: Evaluator, budget: int = BUDGET, *, keeps_alternatives: bool = False) -> Exploration:
@@ -137,15 +143,15 @@ def explore(evaluator: Evaluator, budget: int = BUDGET, *, keeps_alternatives: b
 def too_large(evaluator: Evaluator) -> str | None:
     """Return a replica that does not fit on any number of devices, even alone; None if each one does."""
     problem = evaluator.problem
-    num_free = len(problem.free_devices)
-    if problem.fixed or not num_free:
+    if problem.fixed or not problem.free_devices:
         return None
-    sizes = group_sizes(num_free, problem.cluster)[::-1]
-    options = evaluator.table.options
-    return next(
-        (name for name in problem.loose if not any(options(name, tuple(range(size))) for size in sizes)),
-        None,
-    )
+    options, cluster = evaluator.table.options, problem.cluster
+    sets = [
+        free[:size]
+        for free in devices_of_parts(problem.free_devices, cluster).values()
+        for size in group_sizes(len(free), cluster)[::-1]
+    ]
+    return next((name for name in problem.loose if not any(options(name, own) for own in sets)), None)
 
 
 def divisions(evaluator: Evaluator) -> list[Blocks]:
@@ -200,26 +206,20 @@ def _try_sizes(found: Exploration, blocks: Blocks) -> None:
     """Try all sizes of the groups of a division."""
     evaluator = found.evaluator
     problem = evaluator.problem
-    fixed = [evaluator.fixed_devices(block) for block in blocks]
-    num_new = sum(devices is None for devices in fixed)
-    if not num_new:
-        _try_division(found, blocks, ())
-        return
-    for usable in usable_devices(problem.free_devices, problem.cluster):
-        num = len(usable)
-        for sizes in compositions(num, num_new, group_sizes(num, problem.cluster)):
-            if found.num_tried >= found.budget:
-                return
-            _try_division(found, blocks, sizes)
+    num_new = sum(evaluator.fixed_devices(block) is None for block in blocks)
+    for shares in divisions_of(problem.free_devices, problem.cluster, num_new):
+        if found.num_tried >= found.budget:
+            return
+        _try_division(found, blocks, shares)
 
 
-def _try_division(found: Exploration, blocks: Blocks, sizes: Sequence[int]) -> Choice | None:
-    """Try the best options of each group for some sizes.
+def _try_division(found: Exploration, blocks: Blocks, shares: Sequence[Share]) -> Choice | None:
+    """Try the best options of each group with some devices.
 
     Returns:
         The choice if it is the best of its division, else None.
     """
-    devices = _devices(found.evaluator, blocks, sizes)
+    devices = _devices(found.evaluator, blocks, shares)
     if devices is None:
         return None
     groups = found.evaluator.best_groups(blocks, devices, found.cutoff(blocks))
@@ -228,17 +228,23 @@ def _try_division(found: Exploration, blocks: Blocks, sizes: Sequence[int]) -> C
     return _try(found, blocks, devices, groups)
 
 
-def _devices(evaluator: Evaluator, blocks: Blocks, sizes: Sequence[int]) -> tuple[Devices, ...] | None:
-    """Return the devices of each group: those that the user named, or free ones."""
+def _devices(evaluator: Evaluator, blocks: Blocks, shares: Sequence[Share]) -> tuple[Devices, ...] | None:
+    """Return the devices of each group: those that the user named, or free ones.
+
+    None if they cannot be placed like this, or a replica would have devices of several kinds.
+    """
     fixed = [evaluator.fixed_devices(block) for block in blocks]
     problem = evaluator.problem
-    usable = usable_devices(problem.free_devices, problem.cluster)
-    devices = next((some for some in usable if len(some) == sum(sizes)), ())
-    new = assign_devices(tuple(sizes), devices, problem.cluster)
+    new = devices_of_shares(shares, problem.free_devices, problem.cluster)
     if new is None:
         return None
     rest = iter(new)
-    return tuple(next(rest) if devices is None else devices for devices in fixed)
+    found = tuple(next(rest) if devices is None else devices for devices in fixed)
+    for name in {name for block in blocks for name in block} if problem.cluster.parts else ():
+        own = (devices for devices, block in zip(found, blocks, strict=True) if name in block)
+        if len({problem.cluster.part_index(devices[0]) for devices in own}) > 1:
+            return None
+    return found
 
 
 def _try(
@@ -264,14 +270,15 @@ def _moved(found: Exploration, choice: Choice) -> Choice | None:
     """Return a better choice with devices moved from one group to another."""
     evaluator, blocks = found.evaluator, choice.partition.blocks
     new = [i for i, block in enumerate(blocks) if evaluator.fixed_devices(block) is None]
-    sizes = [len(choice.devices[i]) for i in new]
+    cluster = evaluator.problem.cluster
+    shares = [Share(cluster.part_index(choice.devices[i][0]), len(choice.devices[i])) for i in new]
     for step in _steps(evaluator):
-        for giver in range(len(new)):
-            for taker in range(len(new)):
-                if giver != taker and sizes[giver] > step:
-                    changed = list(sizes)
-                    changed[giver] -= step
-                    changed[taker] += step
+        for giver, giving in enumerate(shares):
+            for taker, taking in enumerate(shares):
+                if giver != taker and giving.part == taking.part and giving.num > step:
+                    changed = list(shares)
+                    changed[giver] = replace(giving, num=giving.num - step)
+                    changed[taker] = replace(taking, num=taking.num + step)
                     better = _try_division(found, blocks, changed)
                     if better is not None:
                         return better

@@ -106,8 +106,7 @@ class GroupMemory:
         self._table = table
         self._plan = problem.base
         self._contexts: dict[tuple[str, _Common, bool], MemoryContext] = {}
-        kept = sum(node.spec.memory for node in self._plan.graph.nodes)
-        self.runtime = round(problem.hardware.device.overhead_gib * GIB) + kept
+        self._kept = sum(node.spec.memory for node in self._plan.graph.nodes)
         self._held_by_layout: dict[Hashable, dict[tuple[str, bool], int]] = {}
         self._on_host_by_layout: dict[Hashable, tuple[int, int]] = {}
         self._returned_by_layout: dict[Hashable, int] = {}
@@ -117,6 +116,10 @@ class GroupMemory:
             used = [*placement.replicas, *(self._plan.replica(name).base_of for name in placement.replicas)]
             for name in dict.fromkeys(used):
                 self._nodes_of.setdefault(name, []).append(placement.node)
+
+    def runtime(self, device: int) -> int:
+        """Return the bytes that the runtime of a device, and nodes, take there."""
+        return round(self._problem.request.hardware.at(device).device.overhead_gib * GIB) + self._kept
 
     def sizes(
         self, phases: Phases, option: ReplicaOption, common: Mapping[str, CommonDevices]
@@ -140,10 +143,11 @@ class GroupMemory:
         """
         found = [self._common(option, options, common) for option in options]
         rows = [self._bytes_in(phases, *pair) for pair in zip(options, found, strict=True)]
-        capacity, on_cpu = self._problem.cluster.memory_bytes, self._problem.cluster.device == "cpu"
+        cluster, device = self._problem.cluster, options[0].replica.workers[0]
+        capacity, on_cpu = cluster.memory_of(device), cluster.device == "cpu"
         profiles = [self._profile(*pair) for pair in zip(options, found, strict=True)]
         engines = [profile.engine for profile in profiles if profile.engine is not None]
-        runtime = self.runtime - self._shared(options)
+        runtime = self.runtime(device) - self._shared(options)
         used = runtime + sum(row.generating for row in rows)
         shares = any(phase not in (GENERATE, WAKE) for phase, _ in phases)
         sizes = size_caches(engines, capacity, used, {}, loads_beside=not shares)
@@ -155,7 +159,7 @@ class GroupMemory:
             batch = largest_batch(self._plan, engine.rank, sizes[name], self._problem.workloads)
             if batch is not None:
                 batches[name] = batch
-        largest, fullest = self.runtime, ""
+        largest, fullest = self.runtime(device), ""
         base = runtime + (caches if on_cpu or not shares else 0)
         sums = [sum(column) for column in zip(*(row.phases for row in rows), strict=True)]
         for (phase, _), num_bytes in zip(phases, sums, strict=True):
@@ -327,7 +331,8 @@ class GroupMemory:
         No size of micro-batches plays a role in this, so options that differ in nothing else share it.
         """
         config = option.config
-        key = (option.name, option.layout, config.gen.max_running, config.offload, rank.stage, common)
+        part = self._problem.cluster.part_index(option.replica.workers[0])
+        key = (option.name, option.layout, part, config.gen.max_running, config.offload, rank.stage, common)
         if key not in self._held_by_layout:
             held = {}
             for kind in (GENERATE, WAKE, NODE):

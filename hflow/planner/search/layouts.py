@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain, pairwise
+from itertools import chain, pairwise, product
 
 from hflow.planner.checks.unrunnable import layout_reasons
 from hflow.planner.make.replicas import Devices
@@ -60,6 +60,60 @@ def compositions(total: int, num_groups: int, sizes: tuple[int, ...]) -> tuple[t
     return tuple(found)
 
 
+@dataclass(frozen=True)
+class Share:
+    """The devices of a group, as a number of the free ones of their kind."""
+
+    part: int
+    """Index in `ClusterSpec.parts`; 0 if all machines are equal."""
+    num: int
+
+
+def divisions_of(devices: Devices, cluster: ClusterSpec, num_groups: int) -> Iterator[tuple[Share, ...]]:
+    """Yield the share of each group, for all ways of dividing free devices that are tried first.
+
+    All groups of a kind of devices together have all of them. Kinds may be without a group.
+    """
+    free = devices_of_parts(devices, cluster)
+    for parts in product(free, repeat=num_groups):
+        used = tuple(dict.fromkeys(parts))
+        ways = [tuple(_sizes_of(free[part], cluster, parts.count(part))) for part in used]
+        for chosen in product(*ways):
+            sizes = {part: iter(row) for part, row in zip(used, chosen, strict=True)}
+            yield tuple(Share(part, next(sizes[part])) for part in parts)
+
+
+def _sizes_of(free: Devices, cluster: ClusterSpec, num_groups: int) -> Iterator[tuple[int, ...]]:
+    """Yield the sizes of groups that divide free devices of one kind."""
+    for usable in usable_devices(free, cluster):
+        yield from compositions(len(usable), num_groups, group_sizes(len(usable), cluster))
+
+
+def devices_of_shares(
+    shares: Sequence[Share], devices: Devices, cluster: ClusterSpec
+) -> tuple[Devices, ...] | None:
+    """Return the devices of groups that divide free devices, or None if they cannot be placed."""
+    found: dict[int, Devices] = {}
+    for part, free in devices_of_parts(devices, cluster).items():
+        own = [i for i, share in enumerate(shares) if share.part == part]
+        sizes = tuple(shares[i].num for i in own)
+        usable = (some for some in usable_devices(free, cluster) if len(some) == sum(sizes))
+        placed = assign_devices(sizes, next(usable, ()), cluster)
+        if placed is None:
+            return None
+        found |= zip(own, placed, strict=True)
+    return tuple(found[i] for i in range(len(shares)))
+
+
+@lru_cache(maxsize=8)
+def devices_of_parts(devices: Devices, cluster: ClusterSpec) -> Mapping[int, Devices]:
+    """Return devices by the index of their kind, for kinds that have any."""
+    found: dict[int, list[int]] = {}
+    for device in devices:
+        found.setdefault(cluster.part_index(device), []).append(device)
+    return {part: tuple(own) for part, own in found.items()}
+
+
 @lru_cache(maxsize=8)
 def usable_devices(devices: Devices, cluster: ClusterSpec) -> tuple[Devices, ...]:
     """Return the sets of free devices that groups may divide: all, then those without odd rests of machines.
@@ -83,13 +137,13 @@ def usable_devices(devices: Devices, cluster: ClusterSpec) -> tuple[Devices, ...
 
 @lru_cache(maxsize=4096)
 def comparable_devices(devices: Devices, cluster: ClusterSpec) -> Devices:
-    """Return the first devices of the cluster that share machines in the same numbers as some devices.
+    """Return the first devices of their kind that share machines in the same numbers as some devices.
 
     Costs are computed for these, so that they are computed once for groups that differ in nothing else.
     """
     numbers = cluster.machines(devices).values()
-    per_machine = cluster.devices_per_node
-    return tuple(machine * per_machine + i for machine, num in enumerate(numbers) for i in range(num))
+    first, per_machine = cluster.first_of_kind(devices[0]), cluster.devices_per_node
+    return tuple(first + machine * per_machine + i for machine, num in enumerate(numbers) for i in range(num))
 
 
 @lru_cache(maxsize=4096)

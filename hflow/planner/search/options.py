@@ -81,7 +81,7 @@ class OptionTable:
 
     def __init__(self, problem: SearchProblem) -> None:
         self._problem = problem
-        self._base = replace(problem.base, cluster=problem.cluster)
+        self._base = replace(problem.base, cluster=problem.cluster, hardware=problem.request.hardware)
         self.events = SteadyEvents(problem.base.schedule)
 
     def options(
@@ -276,14 +276,15 @@ class OptionTable:
         shape, config = self._problem.request.shapes.get(replica.model), self._problem.config(replica.name)
         if shape is None:
             return True
-        overhead, kept = round(self._problem.hardware.device.overhead_gib * GIB), 0
+        device, kept = replica.workers[0], 0
+        overhead = round(self._problem.request.hardware.at(device).device.overhead_gib * GIB)
         for stage in {0, replica.layout.pipe - 1}:
             rank = self._rank(replica, shape, config, stage)
             if replica.role != "gen":
                 kept = training_backend(replica.backend).memory.model_state(rank).total()
             elif traits(replica.backend).has_own_process:  # others may use the weights of their trainer
                 kept = engine_weights(rank)
-            if overhead + kept > self._problem.memory_limit:
+            if overhead + kept > self._problem.memory_limit(device):
                 return False
         return True
 

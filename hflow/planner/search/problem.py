@@ -53,7 +53,6 @@ class SearchProblem:
 
     Attributes:
         request: the request with all that is not free.
-        hardware: figures of the devices.
         margin: share of a device's memory that a plan leaves free.
         allows_planned_only: whether layouts may be chosen that can be planned but not run yet.
         divides_sequences: whether to try layouts with context ranks.
@@ -92,7 +91,6 @@ class SearchProblem:
             PlanError: if groups contradict each other, the cluster or the models.
         """
         self.graph = graph
-        self.hardware = request.hardware
         self.margin = margin
         self.allows_planned_only = allows_planned_only
         self.layouts: dict[str, Layout] = {}
@@ -128,18 +126,23 @@ class SearchProblem:
         """The devices to plan for."""
         return self.request.cluster
 
-    @property
-    def memory_limit(self) -> int:
-        """Bytes of a device that a plan may use."""
-        return round((1 - self.margin) * self.cluster.memory_bytes)
+    def memory_limit(self, device: int) -> int:
+        """Return the bytes of a device that a plan may use."""
+        return round((1 - self.margin) * self.cluster.memory_of(device))
 
-    @property
-    def host_memory_limit(self) -> float:
-        """Bytes of host memory that a plan may use for each device; infinite if the memory is not known."""
-        device = self.hardware.device
-        if device.host_memory_bytes is None or device.type == "cpu":
-            return math.inf
-        return (1 - self.margin) * device.host_memory_bytes
+    @cached_property
+    def host_memory_limits(self) -> tuple[float, ...]:
+        """Bytes of host memory that a plan may use on each machine; infinite where they are not known."""
+        size, found = self.cluster.devices_per_node, []
+        for machine in range(self.cluster.num_nodes):
+            kind = self.request.hardware.at(machine * size).device
+            per_device = None if kind.type == "cpu" else kind.host_memory_bytes
+            found.append(math.inf if per_device is None else (1 - self.margin) * size * per_device)
+        return tuple(found)
+
+    def host_memory_limit(self, device: int) -> float:
+        """Return the bytes of host memory that a plan may use for a device."""
+        return self.host_memory_limits[self.cluster.node_of(device)] / self.cluster.devices_per_node
 
     @cached_property
     def longest(self) -> int:
@@ -177,8 +180,9 @@ class SearchProblem:
             own = [group for group, block in zip(groups, blocks, strict=True) if name in block]
             config = models.get(_model(name), ModelConfig())
             models[_model(name)] = with_place(config, name, ",".join(own), f"d{len(own)}")
-        cluster = replace(self.cluster, num_nodes=1, devices_per_node=len(blocks), cores=())
-        request = replace(self.request, cluster=cluster, groups=groups, models=models)
+        cluster = replace(self.cluster, num_nodes=1, devices_per_node=len(blocks), cores=(), parts=())
+        hardware = replace(self.request.hardware, others=())
+        request = replace(self.request, cluster=cluster, hardware=hardware, groups=groups, models=models)
         return plan_structure(self.graph, request, checks_batch=False)[0]
 
     @cached_property

@@ -288,7 +288,7 @@ def _cause(graph: Graph, request: PlanRequest) -> str | None:
     dtype = problem.config(name).compute_dtype
     is_divided = problem.traits(name).is_model_parallel
     num = min(MAX_TENSOR_RANKS, request.cluster.devices_per_node) if is_divided else 1
-    room = num * (problem.memory_limit - round(request.hardware.device.overhead_gib * GIB))
+    room = num * (problem.memory_limit(0) - round(request.hardware.device.overhead_gib * GIB))
     where = f"within a machine, where {num} devices have" if num > 1 else "on one device, which has"
     weights = DTYPE_BYTES[dtype] * num_parameters(shape)
     return (

@@ -239,9 +239,10 @@ def _reason_of_sets(evaluator: Evaluator, choice: Choice, option: ReplicaOption)
 def _too_large(evaluator: Evaluator, choice: Choice, other: ReplicaOption) -> str | None:
     """Return the memory that a replica would need with another layout; None if it fits."""
     problem, fit = evaluator.problem, evaluator.fullest(choice, other)
-    if fit.total <= problem.memory_limit:
+    device = other.replica.workers[0]
+    if fit.total <= problem.memory_limit(device):
         return None
-    limit = f"{problem.cluster.memory_bytes / GIB:.1f}"
+    limit = f"{problem.cluster.memory_of(device) / GIB:.1f}"
     return f"with {other.layout} {fit.phase} would need {format_gib(fit.total)} of {limit}"
 
 

@@ -246,9 +246,10 @@ def _gather_obstacle(gen: Replica, request: PlanRequest) -> str:
 
 
 def store_bytes(request: PlanRequest) -> float | None:
-    """Return the bytes of a machine's object store; None if the memory of the machine is not known."""
-    device = request.hardware.device
-    size = device.memory_bytes if device.type == "cpu" else device.host_memory_bytes
-    return (
-        None if size is None else min(STORE_FRACTION * size * request.cluster.devices_per_node, STORE_LIMIT)
-    )
+    """Return the bytes of the smallest object store of a machine; None if one is not known."""
+    devices = [hardware.device for hardware in request.hardware.kinds]
+    sizes = [device.memory_bytes if device.type == "cpu" else device.host_memory_bytes for device in devices]
+    known = [size for size in sizes if size is not None]
+    if len(known) < len(sizes):
+        return None
+    return min(STORE_FRACTION * min(known) * request.cluster.devices_per_node, STORE_LIMIT)

@@ -87,7 +87,8 @@ class DeviceUse:
         counted = next((result.metrics for result in results if COMPUTED in result.metrics), {})
         if self._plan.graph.node(node).spec.verb == "train" and counted and seconds:
             replica = self._plan.replica(self._plan.placement(node).replicas[0])
-            peak = len(replica.workers) * peak_flops(self._plan.hardware, replica.dtype)
+            hardware = self._plan.hardware.at(replica.workers[0])
+            peak = len(replica.workers) * peak_flops(hardware, replica.dtype)
             if flops := train_node_flops(self._plan, node, lengths, counted[COMPUTED], counted[LEARNED]):
                 values[MFU.member(node)] = flops / (seconds * peak)
         return values

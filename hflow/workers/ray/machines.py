@@ -15,10 +15,12 @@ from ray._private.state import available_resources_per_node
 
 from hflow.base.devices import is_gpu
 from hflow.base.errors import RunError
-from hflow.planner.plan.cluster import ClusterSpec
+from hflow.planner.plan.cluster import ClusterSpec, device_of
 
 MAX_LISTED = 8
 """The most machines that a message lists."""
+ACCELERATOR_TYPE = "accelerator_type:"
+"""Begin of the resource with which Ray names a machine's GPUs."""
 NODE_ID = "ray.io/node-id"
 """Ray's label of each machine."""
 
@@ -33,6 +35,12 @@ class Machine:
     """The machine's IP address."""
     cpus: float
     gpus: float
+    kind: str = ""
+    """Ray's name of its GPUs, in lower case, as `h100` or `a100-40g`; empty if it knows none."""
+
+    def has(self, device: str) -> bool:
+        """Return whether its GPUs may be devices of a name: as far as Ray's name of them says."""
+        return device.startswith(self.kind) or self.kind.startswith(device)
 
     def num_workers(self, device: str) -> int:
         """Return the number of workers that it can hold: one for each GPU or CPU, and each has a CPU."""
@@ -62,11 +70,15 @@ def free_machines() -> list[Machine]:
 
 def _machine(node: Mapping[str, str], resources: Mapping[str, float]) -> Machine:
     cpus, gpus = (resources.get(name, 0.0) for name in ("CPU", "GPU"))
-    return Machine(node["NodeID"], node["NodeManagerAddress"], cpus, gpus)
+    kinds = (name for name in resources if name.startswith(ACCELERATOR_TYPE))
+    kind = next(kinds, "").removeprefix(ACCELERATOR_TYPE).lower()
+    return Machine(node["NodeID"], node["NodeManagerAddress"], cpus, gpus, kind)
 
 
 def choose_machines(cluster: ClusterSpec, machines: Sequence[Machine]) -> ChosenMachines:
     """Choose a machine for each machine of a plan: one that is not used yet, and the smallest that fits.
+
+    Of a plan with several kinds of devices, each kind gets machines that Ray names alike.
 
     Args:
         cluster: the plan's cluster.
@@ -78,10 +90,12 @@ def choose_machines(cluster: ClusterSpec, machines: Sequence[Machine]) -> Chosen
     size, device = cluster.devices_per_node, cluster.device
     used: Counter[Machine] = Counter()
     chosen: list[Machine] = []
-    for _ in range(cluster.num_nodes):
-        fitting = [m for m in machines if m.num_workers(device) >= size * (used[m] + 1)]
+    for node in range(cluster.num_nodes):
+        part = cluster.part_of(node * size)
+        alike = [m for m in machines if not cluster.parts or m.has(device_of(part.name))]
+        fitting = [m for m in alike if m.num_workers(device) >= size * (used[m] + 1)]
         if not fitting:
-            raise RunError(_too_few(cluster, machines))
+            raise RunError(_too_few(part, alike))
         machine = min(fitting, key=lambda m: (used[m], m.num_workers(device), m.address, m.node))
         used[machine] += 1
         chosen.append(machine)

@@ -156,7 +156,8 @@ class Costs:
     def node(self, node: ScheduledNode) -> Parts:
         """Return the time of one execution of a node."""
         edge = self._edges.get(node.name)
-        moving = [] if edge is None else [redistribute(edge, self._longest_link, self._hardware)]
+        hardware = self._hardware.at(min(self._plan.placement(node.name).heads, default=0))
+        moving = [] if edge is None else [redistribute(edge, self._longest_link, hardware)]
         if node.level is not Level.BATCH:
             moving = [part._replace(seconds=part.seconds / self._num_firings(node)) for part in moving]
         body = self._body(node)
@@ -181,9 +182,9 @@ class Costs:
         if replica is None:
             return None
         senders, workers = self._plan.replica(route.src).workers, self._plan.replica(route.dst).workers
-        ranks = RankPlacement.of(workers, self._plan.cluster, self._hardware)
+        ranks = RankPlacement.of(workers, self._plan.cluster, self._hardware.at(workers[0]))
         merges = self._plan.replica(route.dst).merges_adapters
-        network = self._network((*senders, *workers))
+        network = self._hardware.network((*senders, *workers))
         loading = load_weights(route, replica, ranks, network, len(senders), merges)
         if set(senders).isdisjoint(workers):  # they were published before
             return [self._messages, *loading]
@@ -219,15 +220,9 @@ class Costs:
         rank = Rank(placed, replica.shape, replica.config, 0, True, on_cpu)
         return base + offload(moved_bytes(rank, use, changes=changes), replica)
 
-    def _network(self, workers: Sequence[int]) -> Link:
-        """Return the link over which workers on different machines exchange."""
-        hardware = self._hardware
-        in_one_rack = hardware.rack_of(min(workers)) == hardware.rack_of(max(workers))
-        return hardware.within_rack if in_one_rack else hardware.inter
-
     @cached_property
     def _longest_link(self) -> Link:
-        return self._network((0, self._plan.cluster.num_devices - 1))
+        return self._hardware.network((0, self._plan.cluster.num_devices - 1))
 
     def wake_with_kept_weights(self, engine: str) -> Parts:
         """Return the time in which an engine that kept a copy of its weights takes them back."""
@@ -326,7 +321,7 @@ class Costs:
                     replica,
                     shape,
                     config,
-                    self._hardware,
+                    self._hardware.at(replica.workers[0]),
                     self._plan.cluster,
                     attention_choice(replica, self._request).kernel,
                 )

@@ -6,7 +6,7 @@ backends and engines (`memory.py` of each); what these share is here: `rank`, `m
 looks for a plan that fits.
 """
 
-from hflow.planner.forecast.memory.capacity import MEMORY_MARGIN, check_memory, margin_warnings
+from hflow.planner.forecast.memory.capacity import MEMORY_MARGIN, check_memory, fullest_phase, margin_warnings
 from hflow.planner.forecast.memory.host import (
     check_host_memory,
     host_memory,
@@ -22,6 +22,7 @@ __all__ = [
     "check_memory",
     "check_zero_stages",
     "engine_caches",
+    "fullest_phase",
     "host_memory",
     "host_memory_warnings",
     "margin_warnings",

@@ -6,24 +6,25 @@ from collections.abc import Callable, Sequence
 
 from hflow.base.errors import PlanError
 from hflow.base.text import format_gib, format_ranges
+from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.forecast import PhaseMemory
 
 MEMORY_MARGIN = 0.05
 """Share of a device's memory that a plan should leave free: allocators fragment, and estimates err."""
 
 
-def check_memory(phases: Sequence[PhaseMemory], capacity: int, advice: Callable[[], str]) -> None:
+def check_memory(phases: Sequence[PhaseMemory], cluster: ClusterSpec, advice: Callable[[], str]) -> None:
     """Refuse a plan that does not fit.
 
     Args:
         phases: the memory of every device in every phase.
-        capacity: bytes of a device.
+        cluster: the devices with their memory.
         advice: returns what to change, as sentences.
 
     Raises:
         PlanError: naming the phase that needs most, its largest item, and the advice.
     """
-    largest = _largest(phases)
+    largest, capacity = fullest_phase(phases, cluster)
     if largest is None or largest.total <= capacity:
         return
     name, size, _ = max((*largest.resident, *largest.transient), key=lambda item: item.num_bytes)
@@ -35,10 +36,10 @@ def check_memory(phases: Sequence[PhaseMemory], capacity: int, advice: Callable[
 
 
 def margin_warnings(
-    phases: Sequence[PhaseMemory], capacity: int, advice: Callable[[], str]
+    phases: Sequence[PhaseMemory], cluster: ClusterSpec, advice: Callable[[], str]
 ) -> tuple[str, ...]:
     """Return a warning if a plan fits, but leaves less than the margin free; the arguments are the same."""
-    largest = _largest(phases)
+    largest, capacity = fullest_phase(phases, cluster)
     if largest is None or largest.total <= (1 - MEMORY_MARGIN) * capacity:
         return ()
     return (
@@ -48,8 +49,11 @@ def margin_warnings(
     )
 
 
-def _largest(phases: Sequence[PhaseMemory]) -> PhaseMemory | None:
-    return max(phases, key=lambda phase: phase.total, default=None)
+def fullest_phase(phases: Sequence[PhaseMemory], cluster: ClusterSpec) -> tuple[PhaseMemory | None, int]:
+    """Return the phase that takes the largest share of a device's memory, and this memory."""
+    sizes = {row: cluster.memory_of(row.devices[0]) for row in phases}
+    fullest = max(phases, key=lambda row: row.total / sizes[row], default=None)
+    return fullest, 0 if fullest is None else sizes[fullest]
 
 
 def largest_part(num_bytes: int, total: int) -> str:

@@ -61,18 +61,19 @@ def host_memory(plan: Plan, request: PlanRequest) -> tuple[HostMemory, ...]:
             on_one = _items_of(context, ranks)
             for machine, num in plan.cluster.machines(tuple(devices)).items():
                 machines[machine] += Items({key: num * size for key, size in on_one.items()})
-    per_device = request.hardware.device.host_memory_bytes
-    capacity = None if per_device is None else per_device * plan.cluster.devices_per_node
-    equal: dict[frozenset[tuple[ItemKey, int]], list[int]] = {}
+    size = plan.cluster.devices_per_node
+    equal: dict[tuple[frozenset[tuple[ItemKey, int]], int | None], list[int]] = {}
     for machine, items in machines.items():
-        equal.setdefault(frozenset(items.items()), []).append(machine)
+        per_device = request.hardware.at(machine * size).device.host_memory_bytes
+        capacity = None if per_device is None else per_device * size
+        equal.setdefault((frozenset(items.items()), capacity), []).append(machine)
     return tuple(
         HostMemory(
             tuple(same),
             tuple(MemoryItem(key.name, size, key.category) for key, size in machines[same[0]].items()),
             capacity,
         )
-        for same in equal.values()
+        for (_, capacity), same in equal.items()
         if machines[same[0]]
     )
 

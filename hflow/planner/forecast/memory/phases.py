@@ -31,7 +31,7 @@ from hflow.planner.plan.forecast import MemoryCategory, MemoryItem, PhaseMemory
 from hflow.planner.plan.hardware import GIB
 from hflow.planner.plan.request import PlanRequest, stream_workloads
 from hflow.planner.plan.routing import rank_order
-from hflow.planner.plan.rows import SAVE_PREFIX, DeviceGroup, Plan, WeightRoute
+from hflow.planner.plan.rows import SAVE_PREFIX, DeviceGroup, Plan, Replica, WeightRoute
 from hflow.planner.plan.traits import traits
 from hflow.planner.plan.workload import Workload, expected_max
 from hflow.planner.weights.sharding import num_slices
@@ -85,10 +85,10 @@ class MemoryContext:
         """Return the verb of a batch node; that of a node that saves a model is `save`."""
         return "save" if node.startswith(SAVE_PREFIX) else self.plan.graph.node(node).spec.verb
 
-    @cached_property
-    def nccl_links(self) -> NcclLinks | None:
-        """The links that the memory of communicators depends on; None on CPUs."""
-        return nccl_links(self.request.hardware, self.request.cluster.devices_per_node)
+    def nccl_links(self, replica: Replica) -> NcclLinks | None:
+        """Return the links that the memory of a replica's communicators depends on; None on CPUs."""
+        hardware = self.request.hardware.at(replica.workers[0])
+        return nccl_links(hardware, self.request.cluster.devices_per_node)
 
     @cached_property
     def _bytes_of_broadcasts(self) -> Mapping[str, int]:
@@ -97,34 +97,39 @@ class MemoryContext:
         A route without rows is one of a search, which does not know the other end: a trainer is taken to have
         two communicators, and an engine three.
         """
-        links, found = self.nccl_links, dict[str, int]()
-        if links is None:
-            return found
+        found: dict[str, int] = {}
         for route in self.plan.weights:
-            joined: dict[int, int] = {}
-            for one in weight_communicators(self.plan, route):
-                num_bytes = communicator_bytes(one.workers, links, broadcasts=True)
-                for worker in one.workers:
-                    joined[worker] = joined.get(worker, 0) + num_bytes
-            for name, num in ((route.src, 2), (route.dst, 3)) if joined else ():
+            ends = {name: self.nccl_links(self.plan.replica(name)) for name in (route.src, route.dst)}
+            joined = {links: self._joined(route, links) for links in ends.values() if links is not None}
+            for (name, links), num in zip(ends.items(), (2, 3), strict=True):
+                if links is None or not joined[links]:
+                    continue
                 if route.rows:
-                    most = max(joined.get(worker, 0) for worker in self.plan.replica(name).workers)
+                    most = max(joined[links].get(worker, 0) for worker in self.plan.replica(name).workers)
                 else:
                     most = num * communicator_bytes(range(2), links, broadcasts=True)
                 found[name] = found.get(name, 0) + most
         return found
+
+    def _joined(self, route: WeightRoute, links: NcclLinks) -> dict[int, int]:
+        """Return the bytes of the communicators of a route on each of its workers, if all had some links."""
+        joined: dict[int, int] = {}
+        for one in weight_communicators(self.plan, route):
+            num_bytes = communicator_bytes(one.workers, links, broadcasts=True)
+            for worker in one.workers:
+                joined[worker] = joined.get(worker, 0) + num_bytes
+        return joined
 
     def communicators(self, ranks: Iterable[Rank]) -> Items:
         """Return the memory of the NCCL communicators on a device with some ranks.
 
         Replicas with the same workers and layout share theirs, with the connections of all.
         """
-        links, total = self.nccl_links, 0
-        if links is None:
-            return Items()
-        shared: dict[tuple[str, Layout, tuple[int, ...]], int] = {}
+        total, shared = 0, dict[tuple[str, Layout, tuple[int, ...]], int]()
         for rank in ranks:
             replica, layout = rank.replica, rank.replica.layout
+            if (links := self.nccl_links(replica)) is None:
+                return Items()
             total += self._bytes_of_broadcasts.get(replica.name, 0)
             if replica.role == "gen":
                 if (size := layout.world // layout.data) > 1:
@@ -136,7 +141,7 @@ class MemoryContext:
 
     def bytes_of_collectives(self, rank: Rank) -> int:
         """Return the memory of the communicators of a training replica's rank."""
-        links = self.nccl_links
+        links = self.nccl_links(rank.replica)
         if links is None:
             return 0
         return training_bytes(
@@ -253,9 +258,9 @@ def transient_bytes(context: MemoryContext, rank: Rank, phase: str) -> int:
     return _transient(context, (rank,), phase, {rank.replica.name: 0}).total()
 
 
-def _runtime(context: MemoryContext) -> int:
-    """Return the bytes that the runtime of a device takes."""
-    return round(context.request.hardware.device.overhead_gib * GIB)
+def _runtime(context: MemoryContext, rank: Rank) -> int:
+    """Return the bytes that the runtime of a rank's device takes."""
+    return round(context.request.hardware.at(rank.replica.workers[0]).device.overhead_gib * GIB)
 
 
 def _group_rows(context: MemoryContext, group: DeviceGroup) -> Iterator[PhaseMemory]:
@@ -327,7 +332,8 @@ def _caches(context: MemoryContext, ranks: Ranks, inferred: Container[str], kept
     used = _resident(context, ranks, GENERATE, inferred, {}).total() + kept.total()
     known = {engine.replica: engine.cache_bytes for engine in plan.engines}
     loads_beside = any(context.keeps_cache(engine.rank) for engine in engines)
-    return size_caches(engines, plan.cluster.memory_bytes, used, known, loads_beside=loads_beside)
+    capacity = plan.cluster.memory_of(ranks[0].replica.workers[0]) if ranks else 0
+    return size_caches(engines, capacity, used, known, loads_beside=loads_beside)
 
 
 @dataclass(frozen=True)
@@ -410,7 +416,8 @@ def _resident(
     items = Items()
     for rank in ranks:
         items += _resident_of_rank(context, rank, phase, inferred, caches)
-    return items + item(MemoryCategory.RUNTIME, _runtime(context)) + context.communicators(ranks)
+    runtime = _runtime(context, ranks[0]) if ranks else 0
+    return items + item(MemoryCategory.RUNTIME, runtime) + context.communicators(ranks)
 
 
 def _resident_of_rank(
@@ -419,7 +426,7 @@ def _resident_of_rank(
     name = rank.replica.name
     if rank.replica.role == "gen":
         state = _engine_state(context, rank, phase, caches)
-        state += engine_kind(rank.replica.backend).memory.process_state(rank, _runtime(context))
+        state += engine_kind(rank.replica.backend).memory.process_state(rank, _runtime(context, rank))
         if (route := context.route_to(rank)) is not None:
             state += transfer.received_weights(rank, route)
     else:

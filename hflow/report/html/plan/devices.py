@@ -51,6 +51,10 @@ class ClassView:
     group: str
     devices: str
     number: str
+    capacity: str
+    """Memory of each device."""
+    capacity_at: float
+    """Percentage of the scale."""
     phases: tuple[PhaseBar, ...]
 
 
@@ -58,9 +62,6 @@ class ClassView:
 class MemoryView:
     """All bars."""
 
-    capacity: str
-    capacity_at: float
-    """Percentage of the scale."""
     classes: tuple[ClassView, ...]
     num_shown: int
     kinds: tuple[tuple[str, int], ...]
@@ -74,16 +75,14 @@ def memory_view(plan: Plan) -> MemoryView | None:
     rows = plan.forecast.memory
     if not rows:
         return None
-    capacity = plan.cluster.memory_bytes
-    scale = max(capacity, *(row.total for row in rows)) * 1.02
+    memory_of = plan.cluster.memory_of
+    scale = max(*(memory_of(row.devices[0]) for row in rows), *(row.total for row in rows)) * 1.02
     classes = sorted(device_classes(rows), key=lambda one: -one.peak.total)
     shades = model_shades(plan)
     of_replica = {replica.name: shades[replica.model] for replica in plan.replicas}
-    views = tuple(_class(one, scale, capacity, of_replica) for one in classes)
+    views = tuple(_class(one, scale, memory_of(one.devices[0]), of_replica) for one in classes)
     shown = {item.kind for view in views for bar in view.phases for item in bar.items}
     return MemoryView(
-        capacity=format_bytes(capacity),
-        capacity_at=round(100 * capacity / scale, 2),
         classes=views,
         num_shown=min(MOST_CLASSES, len(views)),
         kinds=tuple((category.value, i) for i, category in enumerate(MemoryCategory, 1) if i in shown),
@@ -102,6 +101,8 @@ def _class(one: DeviceClass, scale: float, capacity: int, shades: Mapping[str, i
         group=one.peak.group,
         devices=format_ranges_briefly(one.devices),
         number=pluralize(len(one.devices), "device"),
+        capacity=format_bytes(capacity),
+        capacity_at=round(100 * capacity / scale, 2),
         phases=tuple(
             PhaseBar(
                 phase=row.phase,
@@ -247,7 +248,9 @@ def _squares(plan: Plan, peaks: Mapping[int, PhaseMemory]) -> tuple[DeviceView, 
         DeviceView(
             index=device,
             colour=colour_of.get(device, 0),
-            fill=round(min(1.0, peaks[device].total / cluster.memory_bytes), 3) if device in peaks else 0.0,
+            fill=round(min(1.0, peaks[device].total / cluster.memory_of(device)), 3)
+            if device in peaks
+            else 0.0,
             names=tuple(names.get(device, ())),
         )
         for device in range(cluster.num_devices)
@@ -286,4 +289,5 @@ def _replica(replica: Replica, colour: int, shade: int) -> ReplicaView:
 def _peak_text(plan: Plan, peak: PhaseMemory | None) -> str:
     if peak is None:
         return ""
-    return f"{format_bytes(peak.total)} of {format_bytes(plan.cluster.memory_bytes)} in {peak.phase}"
+    memory = plan.cluster.memory_of(peak.devices[0])
+    return f"{format_bytes(peak.total)} of {format_bytes(memory)} in {peak.phase}"

@@ -75,7 +75,7 @@ def _verdict(plan: Plan, peak: PhaseMemory | None) -> str:
         return "It cannot run as configured; the warnings say what to change."
     if peak is None:
         return "It can be laid out; whether it fits in memory is not known."
-    total, capacity = peak.total, plan.cluster.memory_bytes
+    total, capacity = peak.total, plan.cluster.memory_of(peak.devices[0])
     if total > capacity:
         needed, memory = format_bytes(total), format_bytes(capacity)
         return f"It does not fit: {peak.phase} needs {needed} on a device with {memory}."
@@ -86,8 +86,9 @@ def _story(plan: Plan, found: Facts) -> Iterator[str]:
     stream = plan.schedule.streams[0]
     prompts, each = stream.batch or 0, stream.group_size
     samples = f" and {each} answers to each, {prompts * each:,} samples in all" if each > 1 else ""
-    kind = plan.hardware.device.name
-    where = pluralize(plan.cluster.num_devices, f"{kind.upper()} device")
+    parts = zip(plan.cluster.parts or (plan.cluster,), plan.hardware.kinds, strict=True)
+    devices = [pluralize(part.num_devices, f"{kind.device.name.upper()} device") for part, kind in parts]
+    where = " and ".join(devices)
     machines = f" in {pluralize(plan.cluster.num_nodes, 'machine')}" if plan.cluster.num_nodes > 1 else ""
     yield (
         f"{pluralize(plan.schedule.num_steps, 'step')} on {where}{machines}; "
@@ -106,7 +107,8 @@ def _story(plan: Plan, found: Facts) -> Iterator[str]:
 
 def _tiles(plan: Plan, found: Facts) -> Iterator[Tile]:
     if found.peak is not None:
-        of = f"of {format_bytes(plan.cluster.memory_bytes)}, in {found.peak.phase}"
+        memory = plan.cluster.memory_of(found.peak.devices[0])
+        of = f"of {format_bytes(memory)}, in {found.peak.phase}"
         yield Tile("Peak memory", format_bytes(found.peak.total), of, "peak")
     if found.seconds is not None:
         lower_bound = "at least: waiting for late responses is left out"

@@ -34,7 +34,8 @@ def assumption_lines(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield a label and a line for each number that estimates use."""
     for stream, lengths in plan.forecast.workload:
         yield f"lengths of {stream}", lengths_text(lengths)
-    yield from _hardware(plan.hardware, plan.cluster)
+    for part, kind in zip(plan.cluster.parts or (plan.cluster,), plan.hardware.kinds, strict=True):
+        yield from _hardware(kind, part)
 
 
 def lengths_text(lengths: Workload) -> str:

@@ -20,6 +20,7 @@ from hflow.base.text import (
 )
 from hflow.planner.plan.cluster import ClusterSpec, used_links
 from hflow.planner.plan.forecast import CycleStep, PhaseMemory
+from hflow.planner.plan.hardware import Hardware
 from hflow.planner.plan.rows import Plan
 from hflow.report.content import Facts, choice_lines, facts
 
@@ -50,15 +51,19 @@ def staleness_line(plan: Plan) -> str:
 
 def cluster_line(plan: Plan) -> str:
     """Describe machines, devices and links in one line."""
-    cluster, hardware = plan.cluster, plan.hardware
+    bound, parts = _bound(plan.cluster), plan.cluster.parts or (plan.cluster,)
+    return " | ".join(_machines(*each, bound) for each in zip(parts, plan.hardware.kinds, strict=True))
+
+
+def _machines(cluster: ClusterSpec, hardware: Hardware, bound: str) -> str:
+    """Describe equal machines."""
     kind = f"{hardware.device.name} device"
     devices = f"{pluralize(cluster.devices_per_node, kind)} of {format_bytes(cluster.memory_bytes)}"
-    line = f"{pluralize(cluster.num_nodes, 'machine')} with {devices}{_bound(cluster)}"
     used = [
         f"{link.name} {format_count(link.gb_per_s)} GB/s {where}"
         for link, where in used_links(cluster, hardware)
     ]
-    return "; ".join((line, *used))
+    return "; ".join((f"{pluralize(cluster.num_nodes, 'machine')} with {devices}{bound}", *used))
 
 
 def _bound(cluster: ClusterSpec) -> str:
@@ -99,7 +104,7 @@ def _batch(plan: Plan) -> str:
 def _fits(plan: Plan, peak: PhaseMemory | None) -> Text:
     if peak is None:
         return Text("unknown: no memory is estimated", style="yellow")
-    capacity = plan.cluster.memory_bytes
+    capacity = plan.cluster.memory_of(peak.devices[0])
     where = f"on {_devices(plan.cluster, peak.devices)} in {peak.phase}"
     size = f"{format_bytes(peak.total)} of {format_bytes(capacity)} ({format_share(peak.total / capacity)})"
     if peak.total > capacity:

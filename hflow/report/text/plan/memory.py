@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,16 +117,17 @@ def memory_section(plan: Plan, width: int) -> Section:
     """Return the fullest class of each group in full, if there is room, and one line per other class."""
     if not plan.forecast.memory:
         return Section("Memory", absent="the sizes of the models are not known")
-    capacity = plan.cluster.memory_bytes
+    memory_of = plan.cluster.memory_of
     full, brief = _within_budget(device_classes(plan.forecast.memory))
     body: list[RenderableType] = []
     for shown in full:
         gap = [Text()] if body else []
+        capacity = memory_of(shown.devices[0])
         body += [*gap, _title(shown, capacity), _bars(shown, capacity, width), _items(shown)]
     joined = list(communicator_lines(plan, full))
     if brief or plan.forecast.host or joined:
         body.append(Text())
-    body += [dim(line) for line in _brief(brief, capacity)]
+    body += [dim(line) for line in _brief(brief, memory_of)]
     body += [dim(line) for line in (*_host_lines(plan.forecast.host), *joined)]
     used = {item.category for row in plan.forecast.memory for item in (*row.resident, *row.transient)}
     return Section("Memory", NOTE, (legend(used), Text(), *body))
@@ -231,13 +232,15 @@ def _items(shown: DeviceClass) -> Text:
     return Text.assemble(dim(f"* {shown.peak.phase}: "), words)
 
 
-def _brief(classes: Sequence[DeviceClass], capacity: int) -> Iterator[str]:
+def _brief(classes: Sequence[DeviceClass], memory_of: Callable[[int], int]) -> Iterator[str]:
     for one in classes[:MOST_WITHOUT_BARS]:
-        peak, share = format_bytes(one.peak.total), format_share(one.peak.total / capacity)
-        yield f"group {one.peak.group}, {_devices(one.devices)}: at most {peak}, {share}, in {one.peak.phase}"
+        peak, of_all = one.peak, format_share(one.peak.total / memory_of(one.devices[0]))
+        most = f"at most {format_bytes(peak.total)}, {of_all}"
+        yield f"group {peak.group}, {_devices(one.devices)}: {most}, in {peak.phase}"
     rest = classes[MOST_WITHOUT_BARS:]
     if rest:
-        most = max(one.peak.total for one in rest)
+        shares = [(one.peak.total / memory_of(one.devices[0]), one.peak.total) for one in rest]
+        share, num_bytes = max(shares)
         number = sum(len(one.devices) for one in rest)
-        others, share = pluralize(number, "other device"), format_share(most / capacity)
-        yield f"{others}: at most {format_bytes(most)}, {share}"
+        others = pluralize(number, "other device")
+        yield f"{others}: at most {format_bytes(num_bytes)}, {format_share(share)}"
