@@ -580,8 +580,8 @@ class RunConfig:
     """The address that endpoints of episodes listen on; 0.0.0.0: all of the machine's, for agents that run on
     other machines."""
     cluster: str = "here"
-    """Devices: `h100-8x8` is eight machines with eight H100 each; a `cpu` device is one process. `here`: the
-    GPUs of this machine, or its cores and memory."""
+    """Devices: `h100-8x8` is eight machines with eight H100 each, `h100-4x8+a100-80g-2x8` are machines of two
+    kinds; a `cpu` device is one process. `here`: the GPUs of this machine, or its cores and memory."""
     cores: tuple[Int, ...] | None = None
     """Number of processor cores that each device's worker is bound to, as in `[6,2]`, or one number for all,
     as in `[4]`. Bound workers of one machine do not compete for cores. null: those that train

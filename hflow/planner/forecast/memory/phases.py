@@ -258,9 +258,10 @@ def transient_bytes(context: MemoryContext, rank: Rank, phase: str) -> int:
     return _transient(context, (rank,), phase, {rank.replica.name: 0}).total()
 
 
-def _runtime(context: MemoryContext, rank: Rank) -> int:
-    """Return the bytes that the runtime of a rank's device takes."""
-    return round(context.request.hardware.at(rank.replica.workers[0]).device.overhead_gib * GIB)
+def _runtime(context: MemoryContext, ranks: Ranks) -> int:
+    """Return the bytes that the runtime of a device with some ranks takes."""
+    device = ranks[0].replica.workers[0] if ranks else 0
+    return round(context.request.hardware.at(device).device.overhead_gib * GIB)
 
 
 def _group_rows(context: MemoryContext, group: DeviceGroup) -> Iterator[PhaseMemory]:
@@ -416,8 +417,7 @@ def _resident(
     items = Items()
     for rank in ranks:
         items += _resident_of_rank(context, rank, phase, inferred, caches)
-    runtime = _runtime(context, ranks[0]) if ranks else 0
-    return items + item(MemoryCategory.RUNTIME, runtime) + context.communicators(ranks)
+    return items + item(MemoryCategory.RUNTIME, _runtime(context, ranks)) + context.communicators(ranks)
 
 
 def _resident_of_rank(
@@ -426,7 +426,7 @@ def _resident_of_rank(
     name = rank.replica.name
     if rank.replica.role == "gen":
         state = _engine_state(context, rank, phase, caches)
-        state += engine_kind(rank.replica.backend).memory.process_state(rank, _runtime(context, rank))
+        state += engine_kind(rank.replica.backend).memory.process_state(rank, _runtime(context, (rank,)))
         if (route := context.route_to(rank)) is not None:
             state += transfer.received_weights(rank, route)
     else:
