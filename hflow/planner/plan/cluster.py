@@ -141,7 +141,7 @@ def used_links(cluster: ClusterSpec, hardware: Hardware) -> list[tuple[Link, str
 
     Args:
         cluster: equal machines.
-        hardware: their devices and links.
+        hardware: devices and links of these machines.
     """
     racks = {hardware.rack_of(device) for device in (0, cluster.num_devices - 1)}
     levels = [
