@@ -5,9 +5,9 @@
 GRPO with a model of 7B on eight H100, on the virtual clock of `hflow simulate`; the lengths are the same in
 each row. Rows of `longest first` admit the samples of a batch in the order of their lengths: of the real
 ones, or of those that a prediction gives whose logarithms have a correlation of 0.5 with the real ones.
-Others let generation run ahead (`schedule.max_staleness`), so that the tail of a batch is generated while the
-next one begins, across a weight sync. `apart` gives trainer and engines four devices each, where devices of the trainer idle
-while it waits; else the engines have them meanwhile.
+Others let generation run ahead (`schedule.max_staleness`), so that the tail of a batch is generated while
+the next one begins, across a weight sync. `apart` gives trainer and engines four devices each, where
+devices of the trainer idle while it waits; else the engines have them meanwhile.
 """
 
 from __future__ import annotations
