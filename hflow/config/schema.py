@@ -235,8 +235,8 @@ class ModelConfig:
     """Precision of forward and backward pass; null: that of the model it is initialised from, else bf16 on
     CUDA and fp32 on CPUs. An optimizer's weights are fp32."""
     tokens_per_microbatch: Int = Field(default=16384, ge=1)
-    """Maximum number of packed tokens in one forward pass. It does not change any result. null: the plan
-    decides, from 16,384 on."""
+    """Maximum number of tokens that one forward pass computes. A prompt that answers share counts once.
+    It does not change any result. null: the plan decides, from 16,384 on."""
     activation_checkpointing: StrictBool = False
     """Recompute activations in the backward pass instead of keeping them; null: the plan does where they do
     not fit otherwise."""

@@ -23,7 +23,6 @@ from cost_kit import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hflow.data.batches.shared_prefix import MIN_SAVED_FRACTION as BACKEND_MIN_SAVED_FRACTION
 from hflow.launch.planning.compile import compile_recipe
 from hflow.planner.forecast.cost.collectives import (
     RankPlacement,
@@ -34,7 +33,6 @@ from hflow.planner.forecast.cost.collectives import (
     send,
 )
 from hflow.planner.forecast.cost.flops import (
-    MIN_SAVED_FRACTION,
     attention_flops,
     head_parameters,
     kv_entries,
@@ -146,15 +144,15 @@ def test_the_heaviest_stage_counts():
     assert stage_flops(SMALL, amount, 3, 1, 1) == 2 * layer
 
 
-def test_prompts_of_a_group_are_computed_once_where_that_pays():
+def test_prompts_of_a_group_are_computed_once_in_a_micro_batch():
     lengths = [15, 16, 17, 15, 16, 17]  # two groups of three, prompts of 10
-    shared = work_of(lengths, 10, 3, budget=48)
+    shared = work_of(lengths, 10, 3, budget=28)
     assert (shared.groups, shared.sequences, shared.tokens, shared.learned) == (2, 6, 96, 36)
     assert shared.rows == 96 - 4 * 10
-    assert shared.squares == 2 * (15**2 + 16**2 + 17**2)
-    assert work_of(lengths, 10, 3, budget=47).rows == 96  # a group does not fit into a micro-batch
+    assert shared.squares == 2 * (15**2 + 16**2 + 17**2) - 4 * 10**2
+    assert work_of(lengths, 10, 3, budget=27).rows == 96 - 3 * 10  # two of three fit into a micro-batch
+    assert work_of(lengths, 10, 3, budget=21).rows == 96
     assert work_of(lengths, 10, 3).rows == 96  # another backend
-    assert work_of(lengths, 2, 3, budget=48).rows == 96  # 8 of 96 tokens are too few
     assert shared.share(0.5).rows == 28
 
 
@@ -166,7 +164,6 @@ def test_keys_and_values_are_repeated_beyond_their_heads():
 def test_the_planners_traits_of_the_torch_backend_are_right():
     assert activations.CHUNK_BYTES == logprobs.CHUNK_BYTES
     assert MIN_UNIT_BYTES == BACKEND_UNIT_BYTES
-    assert MIN_SAVED_FRACTION == BACKEND_MIN_SAVED_FRACTION
 
 
 # -------------------------------------------------------------------------------------- roofline

@@ -312,10 +312,17 @@ def test_micro_batches_are_bounded_by_budget_longest_sequence_and_share():
     plan = compile_plan(graphs.grpo(minibatches=2), graphs.request())
     lengths = Workload(300, 50, 0.6, 100)
     found = batch_of(plan, "actor_train", lengths, 2, tokens_per_microbatch=1_000)
-    assert (found.tokens, found.num, found.num_learned, found.pads) == (1_000, 4, 250, True)
+    assert (found.tokens, found.num, found.pads) == (1_000, 4, True)
+    # At most 4 x 100 of a group's 700 computed tokens are learned. With answers of one token, 4 of them need
+    # 304 computed tokens, and a prompt three times more.
+    assert found.num_learned == -(-1_000 * 400 // 700)
+    assert (found.repeated, found.mask) == (2_200, 100 * 400)  # the rank has 3,200 tokens in all
+    few = batch_of(plan, "actor_train", lengths, 2, tokens_per_microbatch=500)
+    assert few.repeated == 500 * 900 // 304
     assert batch_of(plan, "actor_train", lengths, 2, tokens_per_microbatch=100).tokens == 400
     everything = batch_of(plan, "actor_train", lengths, 2)
-    assert (everything.tokens, everything.num) == (3_200, 1)
+    assert (everything.tokens, everything.num, everything.num_learned) == (3_200, 1, 800)
+    assert (everything.repeated, everything.mask) == (0, 0)
     observing = compile_plan(graphs.grpo(minibatches=2, observed="is_observed"), graphs.request())
     assert batch_of(observing, "actor_train", lengths, 2, tokens_per_microbatch=1_000).num_learned == 1_000
     # Inference sees the batch whole: 32 samples over 2 ranks.
@@ -1177,6 +1184,25 @@ def test_a_real_training_step_in_several_micro_batches():
     batch = microbatch(128, 96, num=4)
     assert transient(kit.ARCHITECTURE, "train", batch) == close_to(trained)
     assert transient(kit.ARCHITECTURE, "infer", batch) == close_to(inferred)
+
+
+@pytest.mark.parametrize("answer", [4, 100])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_real_training_step_on_prompts_that_groups_share(answer, recompute):
+    """Two groups of eight: the keys of 120 tokens are there eight times, everything else of them once."""
+    prompt, size, num = 120, 8, 16
+    groups = {"group_size": size, "prompt": prompt}
+    length = prompt + answer
+    trained, inferred = kit.real_peaks(
+        kit.WIDE, num, length, groups=groups, activation_checkpointing=recompute
+    )
+    computed = num // size * prompt + num * answer
+    repeated, mask = num * length - computed, answer * length
+    batch = replace(microbatch(computed, num * answer, pads=True), repeated=repeated, mask=mask)
+    asked = {"activation_checkpointing": recompute}
+    # Answers of one length need no padding, of which the plan counts a seventh.
+    assert 1 <= transient(kit.WIDE, "train", batch, **asked) / trained < 1.2
+    assert 1 <= transient(kit.WIDE, "infer", batch, **asked) / inferred < 1.2
 
 
 def test_a_real_engine_in_its_second_turn():

@@ -162,7 +162,9 @@ class _Step:
     def layer_without_gradient(self) -> Items:
         """Return the activations of a layer's forward pass without gradient."""
         batch = self.batch
-        layer = activations.layer_without_gradient(self.rank, batch.tokens, pads=batch.pads)
+        layer = activations.layer_without_gradient(
+            self.rank, batch.tokens, pads=batch.pads, repeated=batch.repeated
+        )
         measured = item(MemoryCategory.BUFFERS, activations.measured_matrix(self.rank), MEASURED)
         return item(MemoryCategory.ACTIVATIONS, layer) + measured + self._whole_matrix()
 

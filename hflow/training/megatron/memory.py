@@ -54,7 +54,7 @@ def train_step(rank: Rank, batch: MicroBatch) -> Items:
 
 def infer_step(rank: Rank, batch: MicroBatch) -> Items:
     """Return the peak of an infer node beyond the model state."""
-    layer = activations.layer_without_gradient(rank, batch.tokens, pads=batch.pads)
+    layer = activations.layer_without_gradient(rank, batch.tokens, pads=batch.pads, repeated=batch.repeated)
     moments = [item(MemoryCategory.ACTIVATIONS, layer) + _fp8_weights(rank, num_layers=1, num_layouts=1)]
     if rank.is_last_stage:
         logits = activations.logits(rank, batch, num_tiles=1)
