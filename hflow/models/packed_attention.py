@@ -115,8 +115,10 @@ class PackedLayout:
         queries, keys, rows = lengths, lengths, None
         if sharing is not None:
             queries, keys, rows = _own_tokens(lengths, sharing)
-        padding, shared, longest = None, None, (int(queries.max()), int(keys.max()))
-        if pads and (sharing is not None or longest[0] != int(queries.min())):
+        longest = int(queries.max()), int(keys.max())  # host: numpy
+        is_uniform = bool((queries == longest[1]).all())  # host: numpy
+        padding, shared = None, None
+        if pads and not is_uniform:
             padding, rows = _padded_layout(queries, keys, rows, device)
         if sharing is not None:
             assert rows is not None
@@ -344,7 +346,7 @@ def _padded_layout(
     while len(order):
         prefix, width = int(prefixes[order[0]]), int(queries[order[0]])
         fits = (prefixes[order] == prefix) & (queries[order] >= _MIN_LENGTH_RATIO * width)
-        size = len(order) if fits.all() else int(np.argmin(fits))
+        size = int(np.argmin(np.append(fits, np.False_)))
         sequences, order = order[:size], order[size:]
         slots, is_filled = _slots(queries, sequences, width)
         tokens.append(slots)

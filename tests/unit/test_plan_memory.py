@@ -19,6 +19,7 @@ from model_configs import model_config
 
 from hflow.base.errors import ConfigError, PlanError
 from hflow.config.schema import WorkloadConfig
+from hflow.engines.embedded import dense_decoder
 from hflow.engines.embedded import memory as embedded_memory
 from hflow.engines.embedded.cache import SlotCache
 from hflow.engines.embedded.engine import EmbeddedEngine, EngineOptions
@@ -73,6 +74,7 @@ def test_descriptors_of_backends_are_right():
     assert activations.LOGITS_PER_TILE == logprobs.LOGITS_PER_TILE
     assert torch_memory.MIN_UNIT_BYTES == fsdp.MIN_UNIT_BYTES
     assert EngineOptions().max_tokens_per_step == parts.PREFILL_TOKENS
+    assert embedded_memory.MIN_ARRANGED == dense_decoder.MIN_ARRANGED
 
 
 def test_entries_of_a_whole_model():

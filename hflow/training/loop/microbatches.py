@@ -88,12 +88,12 @@ class MicrobatchSplitter:
         units = batch.groups if call.keeps_groups_whole else self._parts_of_groups(batch, shared)
         return pack_sequences(batch.lengths, self.max_tokens, units, shared)
 
-    def _parts_of_groups(self, batch: Batch, shared: Integers) -> npt.NDArray[np.int64]:
+    def _parts_of_groups(self, batch: Batch, shared: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return a label for each row: equal for rows of a group that share a micro-batch."""
-        labels, shared = np.empty(len(batch), dtype=np.int64), np.asarray(shared)
+        labels = np.empty(len(batch), dtype=np.int64)
         count = 0
         for rows in _units(len(batch), batch.groups):
-            prompt = int(shared[rows[0]])  # host: numpy
+            prompt = shared[rows[0]]
             parts = pack_sequences(batch.lengths[rows] - prompt, self.max_tokens - prompt)
             if not prompt and len(parts) > 1:
                 parts = [[row] for row in range(len(rows))]
