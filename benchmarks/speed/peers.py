@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import sys
 import tempfile
@@ -64,6 +65,10 @@ class Grpo:
     max_tokens: int
     lr: float
     steps: int
+    shots: int = 0
+    """Solved additions in front of each prompt, of ten tokens each."""
+    budget: int = 16384
+    """Tokens of a micro-batch."""
 
 
 GRPO: dict[str, Grpo] = {
@@ -71,8 +76,11 @@ GRPO: dict[str, Grpo] = {
     "19m": Grpo(prompts=8, updates=1, max_tokens=64, lr=0.0, steps=7),
     "recipe": Grpo(prompts=64, updates=2, max_tokens=4, lr=1e-4, steps=20),
     "smollm2": Grpo(prompts=4, updates=1, max_tokens=32, lr=0.0, steps=5),
+    "smollm2-long": Grpo(prompts=4, updates=1, max_tokens=65, lr=0.0, steps=5, shots=52, budget=2200),
 }
-"""The first two: answers end at random after 27 tokens on average. `recipe`: recipes/grpo.py as it is."""
+"""The first two: answers end at random after 27 tokens on average. `recipe`: recipes/grpo.py as it is.
+`smollm2-long`: prompts of about 530 tokens, two groups of which fit into a micro-batch."""
+REAL = "smollm2"
 
 
 def make_model(directory: Path, size: str) -> None:
@@ -92,19 +100,35 @@ def model_of(size: str, directory: Path) -> Path:
     """Return the checkpoint of a case; a random one is made in a directory."""
     if size == "recipe":
         return CHECKPOINT
-    if size == "smollm2":
+    if size.startswith(REAL):
         return smollm2.fetch("models.actor.path")
     make_model(directory / size, size)
     return directory / size
 
 
+def write_prompts(path: Path, shots: int) -> None:
+    """Write additions with solved ones in front of them; `peers/trl_grpo.py` has the same."""
+    rng = random.Random(0)
+    pairs = [(rng.randrange(100), rng.randrange(100)) for _ in range(4096)]
+    solved = "".join(f"{a:02d}+{b:02d}={a + b:03d}\n" for a, b in pairs[:shots])
+    rows = [{"prompt": f"{solved}{a:02d}+{b:02d}=", "answer": f"{a + b:03d}"} for a, b in pairs]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def step_overrides(model: Path, case: Grpo, out: str) -> list[str]:
     """Return the configuration of recipes/grpo.py in one process, without evaluations."""
+    rows: list[str] = []
+    if case.shots:
+        path = Path(out) / "prompts.jsonl"
+        write_prompts(path, case.shots)
+        rows = ["data.train.generator=null", f"data.train.path={path}", f"workload.prompt={10 * case.shots}"]
     return [
+        *rows,
         *(f"models.actor.path={model}", f"steps={case.steps}", f"out={out}", "save_every=100000"),
         *(f"batch={case.prompts}", f"nodes.actor_gen.max_tokens={case.max_tokens}"),
         *(f"nodes.actor_train.minibatches={case.updates}", f"models.actor.optim.lr={case.lr}"),
-        *("models.actor.gen.max_model_len=128", "nodes.eval_gen.after=100000"),
+        *(f"models.actor.gen.max_model_len={128 + 10 * case.shots}", "nodes.eval_gen.after=100000"),
+        f"models.actor.tokens_per_microbatch={case.budget}",
         *("workers=inproc", "cluster=cpu-1x1"),
     ]
 
@@ -254,7 +278,7 @@ def serve_training(model: str) -> None:
         "actor_train",
         nodes.actor_train,
         tuple(reads),
-        (("out", "output"),),
+        (("out", "output"), ("seqs", "sequences")),
         (("loss", "token"),),
         metrics=True,
         knobs={"behav_weight_cap": None},
@@ -371,9 +395,9 @@ def main() -> None:
             part: dict[str, Any] = {}
             if "grpo" in args.only:
                 part["grpo"] = compare_grpo(path, GRPO[size], args.peer, args.rounds)
-            if "decode" in args.only and size in SIZES:
+            if "decode" in args.only and size in (*SIZES, REAL):
                 part["decode"] = compare_decode(path, args.rounds)
-            if "train" in args.only and size in SIZES:
+            if "train" in args.only and size in (*SIZES, REAL):
                 part["train"] = compare_training(path, args.rounds)
             found[size] = part
             print(size, json.dumps(summaries(part), indent=2), flush=True)
