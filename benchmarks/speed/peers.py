@@ -257,7 +257,20 @@ def compare_decode(model: Path, rounds: int) -> dict[str, Any]:
     return found
 
 
-def serve_training(model: str) -> None:
+@dataclass(frozen=True)
+class Answers:
+    """Answers of a training step, eight to a prompt."""
+
+    groups: int = 8
+    prompt: int = ADDITION_TOKENS
+    longest: int = MAX_TOKENS
+
+
+TRAINED = {"smollm2-long": Answers(groups=1, prompt=530, longest=97)}
+"""Size -> answers, if they are not those of the comparison of GRPO steps."""
+
+
+def serve_training(model: str, case: Answers) -> None:
     """Measure training steps and their matrix products, once for each line on stdin."""
     from hflow import nodes
     from hflow.config.schema import OptimConfig
@@ -286,9 +299,9 @@ def serve_training(model: str) -> None:
     )
     settings = ModelSettings(name="actor", trainable=True, path=model, optim=OptimConfig(lr=0.0))
     keep_freed_memory()  # as a worker does
-    trained, batch = TorchModel(settings, RankPosition()), answers()
+    trained, batch = TorchModel(settings, RankPosition()), answers(case)
     shard = TrainShard((batch,))
-    products = list(matrix_products(trained, len(batch.groups) // GROUP * ADDITION_TOKENS, batch))
+    products = list(matrix_products(trained, case.groups * case.prompt, batch))
     trained.train(call, [shard], 0)
     print(json.dumps({"ready": True}), flush=True)
     for step, _ in enumerate(sys.stdin):
@@ -298,18 +311,22 @@ def serve_training(model: str) -> None:
         print(json.dumps({"seconds": seconds, "products": products_seconds}), flush=True)
 
 
-def answers() -> Any:
-    """Return a batch like that of the comparison of GRPO steps: 8 prompts, 8 answers each."""
+def answers(case: Answers) -> Any:
+    """Return a batch: that of the comparison of GRPO steps, or answers of a third to all of `longest`."""
     import numpy as np
 
     from hflow.data.batches.batch import Batch, Column
     from hflow.types import Unit
 
-    rng, count = np.random.default_rng(0), 64
-    lengths = ADDITION_TOKENS + np.minimum(rng.geometric(1 / 32, count), MAX_TOKENS)
+    rng, count = np.random.default_rng(0), case.groups * GROUP
+    if case == Answers():
+        drawn = np.minimum(rng.geometric(1 / 32, count), MAX_TOKENS)
+    else:
+        drawn = rng.integers(case.longest // 3, case.longest + 1, count)
+    lengths = case.prompt + drawn
     total, groups = int(lengths.sum()), np.arange(count) // GROUP
     within = np.arange(total) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    is_prompt = within < ADDITION_TOKENS
+    is_prompt = within < case.prompt
     prompt_ids = 4 + (np.repeat(groups, lengths) * 31 + within * 7) % 12
     columns = {
         "input_ids": np.where(is_prompt, prompt_ids, rng.integers(3, 32, total)),
@@ -349,9 +366,10 @@ def cpu_seconds(work: Callable[[], Any]) -> float:
     return time.process_time() - start
 
 
-def compare_training(model: Path, rounds: int) -> dict[str, Any]:
+def compare_training(model: Path, case: Answers, rounds: int) -> dict[str, Any]:
     """Measure a training step beside its matrix products, in processor seconds."""
-    child = harness.Server([sys.executable, "-m", __spec__.name, "--serve", "training", str(model)])
+    arguments = json.dumps({"model": str(model), **asdict(case)})
+    child = harness.Server([sys.executable, "-m", __spec__.name, "--serve", "training", arguments])
     child.measure()  # warm-up
     rows = [child.measure() for _ in range(3 * rounds)]
     child.close()
@@ -380,7 +398,8 @@ def main() -> None:
             case = json.loads(model)
             serve_steps(case.pop("model"), Grpo(**case))
         elif what == "training":
-            serve_training(model)
+            case = json.loads(model)
+            serve_training(case.pop("model"), Answers(**case))
         else:
             serve_engine(what, model)
         return
@@ -397,8 +416,8 @@ def main() -> None:
                 part["grpo"] = compare_grpo(path, GRPO[size], args.peer, args.rounds)
             if "decode" in args.only and size in (*SIZES, REAL):
                 part["decode"] = compare_decode(path, args.rounds)
-            if "train" in args.only and size in (*SIZES, REAL):
-                part["train"] = compare_training(path, args.rounds)
+            if "train" in args.only and size in (*SIZES, REAL, *TRAINED):
+                part["train"] = compare_training(path, TRAINED.get(size, Answers()), args.rounds)
             found[size] = part
             print(size, json.dumps(summaries(part), indent=2), flush=True)
     lengths = {"prompt_tokens": PROMPT_TOKENS, "max_tokens": MAX_TOKENS, "group": GROUP}

@@ -102,12 +102,18 @@ def decode_step(rank: Rank, load: EngineLoad) -> Items:
 
 
 def arranged_weights(rank: Rank) -> int:
-    """Return the bytes of the copies that decoding in fp32 on a CPU keeps of matrices, if any are large."""
-    shape, sizes = rank.shape, rank.sizes
-    largest_one = max(2 * shape.hidden * shape.intermediate, shape.vocab * shape.hidden)
-    if not rank.on_cpu or rank.width != FP32_BYTES or largest_one < MIN_ARRANGED:
+    """Return the bytes of the copies that decoding in fp32 on a CPU keeps of large matrices."""
+    shape, layers = rank.shape, rank.sizes.num_layers
+    if not rank.on_cpu or rank.width != FP32_BYTES:
         return 0
-    return rank.width * (sizes.num_layers * sizes.layer + shape.vocab * shape.hidden)
+    of_layer = (
+        rank.query_size + 2 * rank.key_value_size,
+        rank.query_size,
+        2 * shape.intermediate,
+        shape.intermediate,
+    )
+    rows = [(layers, num) for num in of_layer] + [(1, shape.vocab)]
+    return rank.width * sum(num * m * shape.hidden for num, m in rows if m * shape.hidden >= MIN_ARRANGED)
 
 
 def layer_being_loaded(rank: Rank, num_parts: int) -> Items:
