@@ -402,7 +402,9 @@ class VirtualWorkers(Workers):
         engine.drawn += EngineStats(num_tokens=num_tokens)
         oldest, newest = runs[0][0], runs[-1][0]
         length = self._prompt + num_tokens
-        ready = SampleReady(sample.stream, sample.number, length, num_tokens, oldest, newest, runs, self._num_turns)
+        ready = SampleReady(
+            sample.stream, sample.number, length, num_tokens, oldest, newest, runs, self._num_turns
+        )
         self._put(worker, ready, now)
         self._fill(worker, now)
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.memory.long_contexts
 
-The real store, moves, micro-batches, ledger and checkpoint files, without a model. Seconds are processor time; memory
-is that of the process after each part, and at its peak.
+The real store, moves, micro-batches, ledger and checkpoint files, without a model. Seconds are processor
+time; memory is that of the process after each part.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TURN = 1_000
 
 
 def trajectory(length: int, draw: np.random.Generator) -> Trajectory:
-    """Return what an episode makes: Python numbers, as of a prompt of a tenth of the tokens and its answer."""
+    """Return what an episode makes, as Python numbers: a tenth of the tokens are the prompt."""
     prompt = length // 10
     logprobs = (-draw.random(length, np.float32)).tolist()
     return Trajectory(
@@ -79,7 +79,9 @@ def _resident() -> int:
 
 def main() -> None:
     """Measure and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--samples", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=32_000)
     parser.add_argument("--budget", type=int, default=40_000, help="tokens of a micro-batch")
@@ -87,7 +89,7 @@ def main() -> None:
     args = parser.parse_args()
     draw = np.random.default_rng(0)
     lengths = draw.integers(args.tokens // 2, args.tokens + 1, args.samples)
-    lengths[:: GROUP] = args.tokens
+    lengths[::GROUP] = args.tokens
     samples, parts, store, locations = list(range(args.samples)), Parts(), SampleStore(), DataLocations()
 
     with tempfile.TemporaryDirectory() as out, Ledger(Path(out) / "ledger.sqlite", HEADER) as ledger:
@@ -116,13 +118,11 @@ def main() -> None:
         packed = parts.measure("packed for rank 0", lambda: [pack(store, m.samples, m.fields) for m in taken])
         other = SampleStore()
         num_bytes = parts.measure("received by rank 0", lambda: sum(unpack(other, one) for one in packed))
-        del packed
         mine = sorted(sample for move in taken for sample in move.samples)
         batch = parts.measure("gathered by rank 0", lambda: other.gather("gen", FIELDS, mine))
         prepared = parts.measure("prepared", lambda: prepare_batch(batch, "lm", None, None))
         rows = parts.measure("first fit", lambda: pack_sequences(prepared.lengths, args.budget))
         parts.measure("cut into micro-batches", lambda: sum(len(prepared.take(one)) for one in rows))
-        del prepared, batch
         files = SampleFiles(Path(out), "worker-0", {"gen": {"gen": store.stored("gen", samples)}}, {})
         paths = parts.measure("saved", files.write)
         file_bytes = sum(path.stat().st_size for path in paths)

@@ -2,10 +2,10 @@
 
     python -m benchmarks.speed.controller_scale --devices 1024 4096
 
-`recipes/eight_models.py` with the real executor, state machine, data plane, ledger and metrics over virtual workers.
-All seconds of the plan are stretched alike, so that its devices make `--rate` samples a second. As in
-`async_virtual.py`, only the controller's CPU seconds pass. Bytes are those of pickled messages; Ray's calls
-themselves are not included (`ray_calls.py`).
+`recipes/eight_models.py` with the real executor, state machine, data plane, ledger and metrics over virtual
+workers. All seconds of the plan are stretched alike, so that its devices make `--rate` samples a second. As
+in `async_virtual.py`, only CPU seconds of the controller pass. Bytes are those of pickled messages; the calls
+of Ray are not included (`ray_calls.py`).
 
 `--profile FILE` writes a profile for `pstats` or `snakeviz`, in which the workers' part is included.
 """
@@ -31,7 +31,9 @@ from hflow.planner.plan.rows import Plan
 RECIPE = Path(__file__).parent / "recipes" / "eight_models.py"
 GROUP = 8
 TURNS = 20
-SHARES = {"actor": 18, "critic": 15, "ref": 4} | {f"{kind}_{i}": 4 for kind, n in (("teacher", 2), ("judge", 3)) for i in range(n)}
+SHARES = {"actor": 18, "critic": 15, "ref": 4} | {
+    f"{kind}_{i}": 4 for kind, n in (("teacher", 2), ("judge", 3)) for i in range(n)
+}
 """Parts of 128 of the devices; engines have the rest."""
 
 
@@ -85,7 +87,9 @@ def measure(num_devices: int, args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Measure and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--devices", type=int, nargs="+", default=[1024, 4096])
     parser.add_argument("--batch", type=int, default=4096, help="groups of 8")
     parser.add_argument("--rate", type=int, default=20_000, help="samples a second that the devices make")

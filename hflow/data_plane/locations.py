@@ -97,7 +97,7 @@ class DataLocations:
     def drop_fields(self, fields: Iterable[str], samples: Iterable[int]) -> dict[int, list[int]]:
         """Forget fields of these samples; return the workers that may hold them, each with its samples."""
         samples = tuple(samples)
-        dropped = self._together(fields, is_made=False)
+        dropped = self._together(self._held.keys() & set(fields), is_made=False)
         workers = self._by_worker(samples, dropped)
         for held in dropped:
             for sample in samples:
@@ -106,10 +106,12 @@ class DataLocations:
 
     def forget(self, samples: Iterable[int]) -> None:
         """Forget all data of these samples."""
-        places = (self._home, self._length, *(held.workers for held in self._distinct(self._held.values())))
+        copies = [held.workers for held in self._distinct(self._held.values())]
         for sample in samples:
-            for place in places:
-                place.pop(sample, None)
+            self._home.pop(sample, None)
+            self._length.pop(sample, None)
+            for workers in copies:
+                workers.pop(sample, None)
 
     def _add(self, fields: Iterable[str], samples: Iterable[int], worker: int, *, is_made: bool) -> None:
         own, samples = self._singleton(worker), tuple(samples)

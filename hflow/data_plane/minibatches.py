@@ -154,7 +154,9 @@ def _split(
     if rule.policy == "single":
         return (tuple(sorted(sample for group in groups for sample in group)),)
     samples = {sample: tokens[sample] for group in groups for sample in group}
-    members = {min(group): group for group in groups if group} if rule.by_group else {s: (s,) for s in samples}
+    members = (
+        {min(group): group for group in groups if group} if rule.by_group else {s: (s,) for s in samples}
+    )
     ranks_of: dict[int, list[int]] = defaultdict(list)
     for dp, dp_head in enumerate(rule.heads):
         ranks_of[dp_head].append(dp)

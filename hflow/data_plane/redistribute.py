@@ -53,7 +53,7 @@ def redistribute(
     """
     num_workers, per_machine = cluster.num_devices, cluster.devices_per_node
     order = list(range(num_workers))
-    """Of each worker, what it sends times `num_workers`, plus its number: the least is the one to pull from."""
+    """Worker -> what it sends times `num_workers`, plus its number. The least is the one to pull from."""
     samples_of: dict[tuple[int, int, tuple[str, ...]], list[int]] = defaultdict(list)
     field_groups = group_by_holders(rule.fields, holders)
     numbered = [(number, workers) for number, (workers, _) in enumerate(field_groups)]

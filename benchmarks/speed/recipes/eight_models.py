@@ -1,4 +1,4 @@
-"""Agents of 20 turns and eight models, planned for `controller_scale.py`: a run that asks much of the controller.
+"""Agents of 20 turns and eight models, for `controller_scale.py`: a run that asks much of the controller.
 
     hflow plan benchmarks/speed/recipes/eight_models.py
 
@@ -78,7 +78,10 @@ recipe = Recipe(
         agent,
         check,
         use(nodes.ref_inf, ref),
-        *(use(nodes.ref_inf, m, name=f"teacher_{i}_inf", returns=f"taught_{i}") for i, m in enumerate(teachers)),
+        *(
+            use(nodes.ref_inf, m, name=f"teacher_{i}_inf", returns=f"taught_{i}")
+            for i, m in enumerate(teachers)
+        ),
         *(use(nodes.rew_inf, m, name=f"judge_{i}_inf", returns=f"judged_{i}") for i, m in enumerate(judges)),
         use(nodes.critic_inf, critic),
         total_reward,

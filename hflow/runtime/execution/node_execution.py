@@ -69,7 +69,7 @@ class NodeExecution:
         self._rules = {rule.consumer: rule for rule in run.plan.rules}
         self._cuts = dict(run.plan.cuts)
         self._cutting = asyncio.Lock()
-        """Nodes that fire together cut and assign their samples in turn, and the event loop goes on between."""
+        """Nodes that fire together cut their samples in turn. The event loop does other work between."""
         self._warned: set[str] = set()
         """Nodes that have skipped an update."""
 

@@ -118,7 +118,7 @@ class FieldColumn:
         return Column(self.unit, self._merge(parts, list(positions_of.values())))
 
     def _long_spans(self, cells: Sequence[Cell]) -> list[Array] | None:
-        """Return the tokens of each cell, if some are long; None if none is, or loose values decide the dtype."""
+        """Return the tokens of each cell; None if none is long, or if loose values decide the dtype."""
         parts = {id(packed): packed for packed, _ in cells}
         if not any(map(_is_long, parts.values())) or (self._dtype is None and id(None) in parts):
             return None
