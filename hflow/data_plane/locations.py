@@ -124,7 +124,7 @@ class DataLocations:
                 workers[sample] = own if before is None else before | own
 
     def _together(self, fields: Iterable[str], *, is_made: bool) -> list[_Held]:
-        """Return where these fields are, apart from all others. `is_made` is that of fields not known yet."""
+        """Return the places of these fields and of no others. `is_made` is that of fields not known yet."""
         fields = frozenset(fields)
         for held in self._distinct(map(self._held.get, fields)):
             members = {name for name, other in self._held.items() if other is held}
