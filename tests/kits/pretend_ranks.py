@@ -52,12 +52,15 @@ def run(rank: int, directory: str) -> None:
         dist.destroy_process_group()
 
 
+ON_HOST = {"optim": dataclasses.replace(kit.SETTINGS.optim, name="adamw_cpu")}
 TWINS = (
     twins.Twin("ppo", tensor=2, settings=twins.SP),
     twins.Twin("sft", pipe=2, settings=twins.RECOMPUTED),
     twins.Twin("experts", data=2, expert=2, budget=20),
     twins.Twin("critic", context=2),
     twins.Twin("adapters", tensor=2, settings=twins.SP | twins.RECOMPUTED),
+    twins.Twin("experts", data=2, expert=2, budget=20, settings=ON_HOST),
+    twins.Twin("sft", data=2, settings=ON_HOST | {"dtype": "bf16", "offload": "optimizer"}),
 )
 
 
@@ -81,9 +84,20 @@ def run_megatron(rank: int, directory: str) -> None:
             call, _ = twins.NODES[twin.node]
             metrics = [model.train(call, shards, step) for step in twins.STEPS]
             weights = {key: tensor.cpu().clone() for key, tensor in model.weights()}
-            torch.save((metrics, weights), f"{directory}/{twin.name}.{rank}.pt")
+            held = held_bytes(model._optimizer, device)
+            torch.save((metrics, weights, held), f"{directory}/{twin.name}.{rank}.pt")
         dist.barrier()
         dist.destroy_process_group()
+
+
+def held_bytes(optimizer: Any, device: str) -> tuple[int, int, int]:
+    """Return the bytes of an optimizer: of pinned states, of pinned buffers, and of states on the device."""
+    parts = [part.optimizer for part in optimizer._parts]
+    states = [x for part in parts for state in part.state.values() for x in state.values()]
+    pinned = [x for x in states if x.device.type != device]
+    buffers = [x for part in parts for x in getattr(part, "_buffers", ())]
+    assert all(map(pretend_device._is_pinned, pinned + buffers))
+    return tuple(sum(x.nbytes for x in held) for held in (pinned, buffers, optimizer.states()))
 
 
 def train(name: str, device: str, rank: int, directory: Path) -> Any:

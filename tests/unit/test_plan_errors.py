@@ -46,6 +46,13 @@ def test_an_offload_that_has_no_effect_is_refused():
     assert any("models.actor.offload=all saves no memory on a CPU" in line for line in plan.warnings)
 
 
+def test_states_that_are_on_the_host_are_not_offloaded():
+    """With megatron, gradients and weights in fp32 are."""
+    asked = {"optim": OptimConfig(name="adamw_cpu"), "offload": "optimizer"}
+    refused(grpo(), "adamw_cpu has its states in host memory already; remove", models=actor(**asked))
+    compile_plan(grpo(), request(models=actor(**asked, backend="megatron")))
+
+
 def test_offloaded_activations_without_recomputation_are_refused():
     refused(
         grpo(),

@@ -114,7 +114,8 @@ def test_tensor_ranks_of_megatron_divide_one_matrix_of_each_adapter():
         "weights": 2 * bf16.sizes.total,
         "adapters": 2 * held,
         "gradients": 4 * held,
-        "optimizer": 12 * held,
+        "fp32 weights": 4 * held,
+        "optimizer": 8 * held,
     }
     base = rank(role="infer", backend="megatron")
     assert not megatron_memory.model_state(replace(base, replica=replace(base.replica, base_of="m@train")))

@@ -155,17 +155,12 @@ def _check_balance(graph: Graph, name: str, request: PlanRequest) -> None:
 
 
 def _check_host_steps(name: str, config: ModelConfig) -> None:
-    """Raise if an optimizer that steps on the host has another backend than torch, or is to be offloaded."""
-    if not optimizer_traits(config.optim.name).is_on_host:
-        return
-    key = f"models.{name}"
-    if not traits(config.backend).shards_weights:
-        raise PlanError(
-            f"{key}.optim.name is {config.optim.name}, which updates shards of the torch backend, but "
-            f"{key}.backend is {config.backend}; set {key}.offload=optimizer with {key}.optim.name="
-            f"{OPTIMIZERS.default} in its place"
-        )
-    if config.offload == "optimizer":
+    """Raise if the states of an optimizer that steps on the host are to be offloaded, and nothing else is.
+
+    A backend that does not shard weights also keeps gradients, and fp32 weights, between steps.
+    """
+    is_on_host, key = optimizer_traits(config.optim.name).is_on_host, f"models.{name}"
+    if is_on_host and config.offload == "optimizer" and traits(config.backend).shards_weights:
         raise PlanError(
             f"{key}.offload is optimizer, but {config.optim.name} has its states in host memory already; "
             f"remove {key}.offload"

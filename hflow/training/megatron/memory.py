@@ -41,10 +41,13 @@ def model_state(rank: Rank) -> Items:
         return weights
     if rank.adapts:
         weights += item(MemoryCategory.WEIGHTS, rank.width * rank.trained.total, "adapters")
-    master_bytes = FP32_BYTES if rank.width < FP32_BYTES else 0
-    optimizer = rank.optimizer_share(*(num_bytes + master_bytes for num_bytes in rank.state_bytes))
-    gradients = item(MemoryCategory.GRADIENTS, FP32_BYTES * rank.trained.total)
-    return weights + gradients + item(MemoryCategory.OPTIMIZER, optimizer)
+    masters = FP32_BYTES * rank.optimizer_share(1, 1) if rank.width < FP32_BYTES else 0
+    return (
+        weights
+        + item(MemoryCategory.GRADIENTS, FP32_BYTES * rank.trained.total)
+        + item(MemoryCategory.OPTIMIZER, masters, "fp32 weights")
+        + item(MemoryCategory.OPTIMIZER, rank.optimizer_share(*rank.state_bytes))
+    )
 
 
 def train_step(rank: Rank, batch: MicroBatch) -> Items:

@@ -136,10 +136,11 @@ class MegatronOptimizer(StepOptimizer):
         self._optimizer_of(name).load_states(self.ranges[name].shard, states)
 
     def states(self) -> list[Tensor]:
-        """Return separate master weights, and the optimizer's state."""
+        """Return separate master weights, and the optimizer's state, if it is on their device."""
         masters = [master.shard for master in self.master_weights.values()]
         states = (state for part in self._parts for state in part.optimizer.state.values())
-        return [*masters, *(x for state in states for x in state.values())]
+        device = self.module.buffers[0].grad_data.device
+        return [*masters, *(x for state in states for x in state.values() if x.device == device)]
 
     def gradients(self) -> list[Tensor]:
         """Return the buffers of gradients, whose values count within a minibatch only."""

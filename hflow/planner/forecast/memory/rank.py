@@ -128,6 +128,11 @@ class Rank:
         shared = math.ceil((of_matrix * matrices + of_other * others) / layout.num_copies)
         return shared + math.ceil(of_matrix * sizes.experts / layout.num_expert_copies)
 
+    @property
+    def num_optimizers(self) -> int:
+        """Number of the rank's optimizers: experts that ranks divide have one of their own."""
+        return 1 + (self.replica.layout.expert > 1 and self.trained.experts > 0)
+
     @cached_property
     def sends_matrices(self) -> bool:
         """Whether its updates depend on whole matrices, of which other ranks hold parts."""
