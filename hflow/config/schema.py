@@ -379,6 +379,9 @@ class WorkloadConfig:
     """Mean number of tokens of a response; null: half of `max_tokens`."""
     response_cv: StrictFloat | None = Field(default=None, ge=0)
     """Standard deviation of the response lengths divided by their mean; 0: all are equal, null: 0.6."""
+    shares: FrozenMapping[str, Annotated[StrictFloat, Field(gt=0, le=1)]] = Field(default_factory=FrozenDict)
+    """Fraction of the samples for which a field of `mask=` is true, as in `{is_math: 0.3}`. An infer node
+    computes these only; it is assumed to compute all where none is given."""
     images: WorkloadImages = Field(default_factory=WorkloadImages)
     """Number and size of images, where a model sees."""
 

@@ -410,6 +410,7 @@ def _workload(config: RunConfig, device: str, learn: Learn) -> WorkloadConfig:
         prompt=asked.prompt or found.prompt,
         response_mean=asked.response_mean or found.response_mean,
         response_cv=found.response_cv if asked.response_cv is None else asked.response_cv,
+        shares=asked.shares,
         images=asked.images,
     )
 

@@ -512,6 +512,9 @@ def check_unused_keys(graph: Graph, request: PlanRequest) -> None:
     _check_schedule_keys(graph, request.schedule)
     if request.workload.images != WorkloadImages() and not any(model.vision for model in graph.models):
         raise PlanError("workload.images is set, but no model of the recipe sees; remove it")
+    masks = {node.spec.option("mask") for node in graph.nodes if node.spec.verb == "infer"}
+    for mask in sorted(request.workload.shares.keys() - masks):
+        raise PlanError(f"workload.shares.{mask} is set, but no infer node has mask={mask!r}; remove it")
     for name, config in request.models.items():
         if (unused := _find_unused_key(graph, name, config)) is not None:
             raise PlanError(unused)

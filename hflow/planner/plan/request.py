@@ -151,4 +151,5 @@ def _workload(spec: NodeSpec, request: PlanRequest) -> Workload:
         max_response=max_response,
         is_assumed=None in (assumed.prompt, assumed.response_mean, assumed.response_cv),
         images=images,
+        shares=tuple(sorted(assumed.shares.items())),
     )

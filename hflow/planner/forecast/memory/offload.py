@@ -64,7 +64,7 @@ def moved_bytes(rank: Rank, use: Use, *, changes: bool) -> int:
 
 
 def _offloaded(rank: Rank) -> Items:
-    """Return what moves between device and host.
+    """Return the items that move between device and host.
 
     Gradients have no values between steps, so they are freed and not copied.
     """
