@@ -176,6 +176,15 @@ class TensorSpec:
         return count
 
 
+SCORE_BIAS = "e_score_correction_bias"
+"""Name of the bias by which routers of some families choose."""
+
+
+def is_in_fp32(tensor: str) -> bool:
+    """Return whether trainers and engines keep a tensor in fp32 in models of any dtype."""
+    return tensor.endswith(f".{SCORE_BIAS}")
+
+
 EMBEDDING, OUTPUT = "embed_tokens", "lm_head"
 """The modules of the embedding and of the output matrix."""
 A, B = "lora_A.weight", "lora_B.weight"
@@ -443,12 +452,19 @@ def _weights_of_layer(shape: ModelShape, index: str, layer: int) -> Iterator[Ten
     yield from _latent_attention(shape, prefix, layer) if shape.latent else _attention(shape, prefix, layer)
     if shape.has_experts(layer):
         yield from _expert_mlp(shape, f"{prefix}mlp.", layer)
+    elif shape.family == "glm4":
+        yield from _fused_mlp(shape, f"{prefix}mlp.", layer)
     else:
         yield from _mlp(shape, f"{prefix}mlp.", shape.intermediate, layer)
     norms = ("input_layernorm", "post_attention_layernorm")
-    post_norms = ("pre_feedforward_layernorm", "post_feedforward_layernorm") if shape.has_post_norms else ()
-    for name in (*norms, *post_norms):
+    for name in (*norms, *(_post_norms(shape.family) if shape.has_post_norms else ())):
         yield TensorSpec(f"{prefix}{name}.weight", (shape.hidden,), layer, "layer")
+
+
+def _post_norms(family: str) -> tuple[str, str]:
+    if family == "glm4":
+        return "post_self_attn_layernorm", "post_mlp_layernorm"
+    return "pre_feedforward_layernorm", "post_feedforward_layernorm"
 
 
 def _attention(shape: ModelShape, prefix: str, layer: int) -> Iterator[TensorSpec]:
@@ -478,13 +494,19 @@ def _latent_attention(shape: ModelShape, prefix: str, layer: int) -> Iterator[Te
         yield TensorSpec(f"{at}q_proj.weight", (queries, d), layer, "layer", 0, heads)
     else:
         yield TensorSpec(f"{at}q_a_proj.weight", (latent.q_rank, d), layer, "layer")
+        if shape.has_qkv_bias:
+            yield TensorSpec(f"{at}q_a_proj.bias", (latent.q_rank,), layer, "layer")
         yield TensorSpec(f"{at}q_a_layernorm.weight", (latent.q_rank,), layer, "layer")
         yield TensorSpec(f"{at}q_b_proj.weight", (queries, latent.q_rank), layer, "layer", 0, heads)
     yield TensorSpec(f"{at}kv_a_proj_with_mqa.weight", (latent.cached, d), layer, "layer")
+    if shape.has_qkv_bias:
+        yield TensorSpec(f"{at}kv_a_proj_with_mqa.bias", (latent.cached,), layer, "layer")
     yield TensorSpec(f"{at}kv_a_layernorm.weight", (latent.kv_rank,), layer, "layer")
     keys_and_values = heads * (latent.nope + latent.value)
     yield TensorSpec(f"{at}kv_b_proj.weight", (keys_and_values, latent.kv_rank), layer, "layer", 0, heads)
     yield TensorSpec(f"{at}o_proj.weight", (d, heads * latent.value), layer, "layer", 1, heads)
+    if shape.has_out_bias:
+        yield TensorSpec(f"{at}o_proj.bias", (d,), layer, "layer")
 
 
 def _mlp(shape: ModelShape, prefix: str, intermediate: int, layer: int) -> Iterator[TensorSpec]:
@@ -498,6 +520,13 @@ def _mlp(shape: ModelShape, prefix: str, intermediate: int, layer: int) -> Itera
         yield TensorSpec(f"{prefix}down_proj.bias", (d,), layer, "layer")
 
 
+def _fused_mlp(shape: ModelShape, prefix: str, layer: int) -> Iterator[TensorSpec]:
+    """Yield an MLP whose gate and up are one matrix, which tensor ranks would not divide in one place."""
+    d, f = shape.hidden, shape.intermediate
+    yield TensorSpec(f"{prefix}gate_up_proj.weight", (2 * f, d), layer, "layer", 0)
+    yield TensorSpec(f"{prefix}down_proj.weight", (d, f), layer, "layer", 1, f)
+
+
 def _expert_mlp(shape: ModelShape, prefix: str, layer: int) -> Iterator[TensorSpec]:
     """Yield the router, the experts and the shared experts. Tensor ranks divide the rows of every expert."""
     experts, d = shape.experts, shape.hidden
@@ -505,7 +534,8 @@ def _expert_mlp(shape: ModelShape, prefix: str, layer: int) -> Iterator[TensorSp
     n, f = experts.num, experts.intermediate
     yield TensorSpec(f"{prefix}gate.weight", (n, d), layer, "layer")
     if experts.has_router_bias:
-        yield TensorSpec(f"{prefix}gate.bias", (n,), layer, "layer")
+        bias = "bias" if experts.has_bias else SCORE_BIAS  # gpt-oss has biases of all matrices
+        yield TensorSpec(f"{prefix}gate.{bias}", (n,), layer, "layer")
     for name in ("gate", "up"):
         at = f"{prefix}experts.{name}_proj."
         yield TensorSpec(at + "weight", (n, f, d), layer, "layer", 1, f, num_experts=n)

@@ -49,6 +49,10 @@ NODES: dict[str, tuple[NodeCall, dict[str, Any]]] = {
     "score": (kit.call(pairs, "group", [], reduce="group-mean"), {"head": "score"}),
     "experts": (kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean"), {}),
     "critic with experts": (kit.VALUE, {"head": "value"}),
+    "mixtral": (
+        kit.call(kit.ppo, "token", [*kit.TOKEN_READS, kit.REPLAY], metrics=True, reduce="token-mean"),
+        {"balance": BalanceConfig(coefficient=0.3)},
+    ),
     "replayed experts": (
         kit.call(kit.ppo, "token", [*kit.TOKEN_READS, kit.REPLAY], metrics=True, reduce="token-mean"),
         {},
@@ -84,6 +88,8 @@ EXPERTS = kit.ARCHITECTURE | {
     "norm_topk_prob": True,
 }
 """The model of nodes with experts."""
+MIXTRAL = kit.ARCHITECTURE | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+"""The model of nodes of Mixtral."""
 
 BUCKET_PARAMETERS, BUCKET_ADAPTERS = 1000, 100
 """Small enough for several buckets of gradients and weights, and of adapters."""
@@ -196,6 +202,11 @@ ROUNDS: list[dict[tuple[int, ...], Twin]] = [
     },
     {ALL: Twin("balanced experts", tensor=2, context=2, expert=2, settings=RECOMPUTED)},
     {ALL: Twin("experts balanced over the batch", data=2, pipe=2, expert=2, budget=20)},
+    {
+        FIRST: Twin("mixtral", data=2, expert=2, budget=20),
+        SECOND: Twin("mixtral", pipe=2, settings=RECOMPUTED),
+    },
+    {ALL: Twin("mixtral", data=2, tensor=2, expert=2)},
 ]
 """What the ranks compute, one round after the other."""
 ADAPTER_ROUNDS: list[dict[tuple[int, ...], Twin]] = [
@@ -279,6 +290,7 @@ def save_checkpoint(path: Path) -> None:
     """Save the models that nodes start from."""
     kit.model().save(str(path))()
     kit.model(architecture=EXPERTS).save(str(path / "experts"))()
+    kit.model(architecture=MIXTRAL).save(str(path / "mixtral"))()
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,11 @@ _QUANTIZATIONS: Mapping[str | None, Mapping[str, Any]] = {
     "fp8": {"quantization": "fp8_per_block", "quantization_config": {"ignore": ["*.gate"]}},
 }
 """`models.NAME.gen.quantization` -> the arguments of vLLM's engine."""
+_OVERRIDES: Mapping[str, Mapping[str, Any]] = {
+    "deepseek_v2": {"scoring_func": "softmax", "norm_topk_prob": False},
+    "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+}
+"""Family -> keys of its config that transformers does not read, as it computes."""
 _UNUSED_FRACTION = 0.01
 """`gpu_memory_utilization` where the size of the cache is given. vLLM does not start where less than the
 fraction is free, although it does not size the cache by it."""
@@ -96,10 +101,25 @@ def engine_arguments(setup: EngineSetup, directory: str, max_length: int) -> dic
         "disable_log_stats": True,
         "worker_extension_cls": _RANK_EXTENSION,
         **({} if on_cpu else _cuda_options(max_running)),
+        **_family_options(setup.settings, on_cpu),
         **_QUANTIZATIONS[setup.options.get("quantization")],
         **(_recording(on_cpu) if ROUTED_EXPERTS in setup.records else {}),
         **_adapters(setup),
         **_memory(setup, max_running, max_length),
+    }
+
+
+def _family_options(settings: ModelSettings, on_cpu: bool) -> dict[str, Any]:
+    """Return what vLLM would otherwise read from keys that transformers ignores, or from the machine."""
+    config = read_config(settings)
+    overrides = dict(_OVERRIDES.get(config.model_type, {}))
+    if getattr(config, "topk_method", None) == "greedy":
+        overrides |= {"n_group": 1, "topk_group": 1}
+    is_latent = getattr(config, "kv_lora_rank", None) is not None
+    return {
+        **({"hf_overrides": overrides} if overrides else {}),
+        # On a CPU with AMX, vLLM would delete a weight after packing it.
+        **({"attention_backend": "CPU_MLA"} if on_cpu and is_latent else {}),
     }
 
 

@@ -31,6 +31,8 @@ from hflow.shapes.model_shape import DTYPE_BYTES, TensorSpec, cached_tokens, ten
 
 CPU_BLOCK_TOKENS = 128
 """Tokens of a block of the KV cache on a CPU (vLLM's default)."""
+CPU_LATENT_BLOCK_TOKENS = 16
+"""The same of latent attention (`CPUMLABackend` in `vllm/v1/attention/backends/mla/cpu_mla.py`)."""
 CUDA_BLOCK_TOKENS = 16
 """Tokens of a block of the KV cache on CUDA (vLLM's default)."""
 STEP_TOKENS = 8192
@@ -87,10 +89,14 @@ def cache_without_plan(config: Any, dtype: str, max_running: int, max_length: in
         tensor: tensor ranks, which share the key-value heads.
     """
     num_heads = config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    heads = -(-(getattr(config, "num_key_value_heads", None) or num_heads) // tensor)
-    block = CPU_BLOCK_TOKENS * 2 * config.num_hidden_layers * heads * head_size * DTYPE_BYTES[dtype]
-    blocks = -(-max_length // CPU_BLOCK_TOKENS)
+    if (kv_rank := getattr(config, "kv_lora_rank", None)) is not None:
+        tokens, entries = CPU_LATENT_BLOCK_TOKENS, kv_rank + config.qk_rope_head_dim
+    else:
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+        heads = -(-(getattr(config, "num_key_value_heads", None) or num_heads) // tensor)
+        tokens, entries = CPU_BLOCK_TOKENS, 2 * heads * head_size
+    block = tokens * config.num_hidden_layers * entries * DTYPE_BYTES[dtype]
+    blocks = -(-max_length // tokens)
     return fitting_cache(
         block, max_running * blocks, round(machine_memory() * MACHINE_FRACTION / tensor), block * (1 + blocks)
     )
@@ -241,7 +247,9 @@ def block_bytes(rank: Rank) -> int:
 
 
 def _block_tokens(rank: Rank) -> int:
-    return CPU_BLOCK_TOKENS if rank.on_cpu else CUDA_BLOCK_TOKENS
+    if rank.on_cpu:
+        return CPU_BLOCK_TOKENS if rank.shape.latent is None else CPU_LATENT_BLOCK_TOKENS
+    return CUDA_BLOCK_TOKENS
 
 
 def _num_blocks(rank: Rank, length: float) -> int:

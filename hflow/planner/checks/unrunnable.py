@@ -20,7 +20,7 @@ from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import Plan, Replica
 from hflow.planner.plan.traits import BACKENDS, ENGINES, Trait, first_with, traits
 from hflow.planner.weights.weight_routes import transport_reasons
-from hflow.shapes.architectures import EXPERT_FAMILIES, FAMILIES, UNSUPPORTED
+from hflow.shapes.architectures import FAMILIES, ROUTERS, UNSUPPORTED
 from hflow.shapes.layout import Layout
 from hflow.shapes.model_shape import ModelShape
 from hflow.types.kernels import head_size_problem
@@ -319,8 +319,9 @@ def _routing_replay_reasons(node: Node, plan: Plan, request: PlanRequest) -> Ite
         return
     (model,), key = node.spec.models, f"nodes.{node.name}.routing_replay"
     shape = dict(plan.shapes).get(model)
-    if shape is not None and shape.experts is not None and shape.family not in EXPERT_FAMILIES:
-        families = ", ".join(EXPERT_FAMILIES)
+    replayed = [family for family, router in ROUTERS.items() if router.replays]
+    if shape is not None and shape.experts is not None and shape.family not in replayed:
+        families = ", ".join(replayed)
         yield (
             f"{key} is set, but experts are replayed in models of family {families}, not {shape.family}. "
             f"Remove {key}."

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from hflow.models.settings import ModelSettings, RankPosition
     from hflow.planner.plan.rows import Replica
 
+BUILT_FAMILIES = (*FAMILIES, "mixtral")
+"""The families whose layers megatron computes as transformers does."""
 HARDWARE_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Hardware queues of a device, read when CUDA starts. With one, kernels run in the order in which the host
 launches them, so that collectives between tensor ranks begin before the products that they overlap with.
@@ -121,7 +123,7 @@ BACKEND = Backend(
         shares_prompts=True,
         has_adapters=True,
         chooses_kernels=True,
-        families=tuple(FAMILIES),
+        families=BUILT_FAMILIES,
     ),
     factory=_make_model,
     memory=memory,

@@ -243,7 +243,7 @@ def _uninitialized_stage(
     with torch.device(device):
         module = _PackedModel(
             config,
-            block_spec(shape, parallel, kernels, normalizes=getattr(hf_config, "norm_topk_prob", False)),
+            block_spec(shape, parallel, kernels, normalizes=getattr(hf_config, "norm_topk_prob", True)),
             vocab_size=padded_vocab_size(shape.vocab, parallel.tensor),
             max_sequence_length=hf_config.max_position_embeddings,
             pre_process=parallel.is_first_stage,
