@@ -336,7 +336,7 @@ def _full_every(family: str, config: Config) -> int:
 
 
 def _glm4(family: str, config: Config) -> ModelShape:
-    has_bias = bool(config.get("attention_bias", False))
+    has_bias = bool(config.get("attention_bias", True))
     return replace(_dense_shape(family, config, _NO_DEFAULTS), has_qkv_bias=has_bias, has_post_norms=True)
 
 
