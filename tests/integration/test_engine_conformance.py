@@ -143,6 +143,8 @@ ADAPTED = {
     "rounded": ("untied", LoraConfig(r=4, alpha=2, base="nf4")),
 }
 """Name -> the architecture of the weights, whose seed is `BASE`, and the adapters beside them."""
+RECORDED = ("experts", "mixtral")
+"""The architectures whose experts are recorded."""
 BASE = 3
 PROMPTS = ([1, 5, 6], [1, 9, 9, 4, 7, 11, 3, 8], [7], list(range(3, 99)), [1, 5, 6], [44, 30])
 
@@ -309,7 +311,7 @@ def setup_of(architecture: str, tensor: int, **more: int) -> EngineSetup:
     options = {"max_running": MAX_RUNNING, "max_model_len": MAX_LENGTH, **more}
     count = os.cpu_count() or 1
     cores = tuple((rank % count,) for rank in range(tensor)) if tensor > 1 else ()
-    records = (SAMPLING_MASK, *((ROUTED_EXPERTS,) if architecture == "experts" else ()))
+    records = (SAMPLING_MASK, *((ROUTED_EXPERTS,) if architecture in RECORDED else ()))
     return EngineSetup(settings, options, TOKENIZER, tensor=tensor, cores=cores, records=records)
 
 
@@ -529,7 +531,7 @@ def test_a_request_that_does_not_fit_is_refused(subject: Subject) -> None:
         subject.add([[100]], [SamplingParams()])
     with pytest.raises(BackendError, match=r"temperature is 1e-40; it must be from 0.01 to 100, or 0"):
         subject.add([[1]], [SamplingParams(temperature=1e-40)])
-    if subject.architecture != "experts":
+    if subject.architecture not in RECORDED:
         with pytest.raises(BackendError, match="does not record routed_experts of its model"):
             subject.add([[1]], [SamplingParams(record=(ROUTED_EXPERTS,))])
     assert subject.engine.num_unfinished == 0
@@ -611,7 +613,7 @@ def same_experts(one: Sequence[bytes], other: Sequence[bytes], per_token: int = 
 
 @pytest.fixture
 def recording(subject: Subject) -> Subject:
-    if subject.architecture != "experts":
+    if subject.architecture not in RECORDED:
         pytest.skip("the model has no experts")
     return subject
 
