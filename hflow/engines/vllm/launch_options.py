@@ -110,7 +110,7 @@ def engine_arguments(setup: EngineSetup, directory: str, max_length: int) -> dic
 
 
 def _family_options(settings: ModelSettings, on_cpu: bool) -> dict[str, Any]:
-    """Return what vLLM would otherwise read from keys that transformers ignores, or from the machine."""
+    """Return options that vLLM would read from keys that transformers ignores, or from the machine."""
     config = read_config(settings)
     overrides = dict(_OVERRIDES.get(config.model_type, {}))
     if getattr(config, "topk_method", None) == "greedy":
