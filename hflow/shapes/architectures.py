@@ -73,6 +73,8 @@ names that transformers gives them, so that only the torch backend and the embed
 them."""
 DENSE_FAMILIES = tuple(name for name in FAMILIES if name not in EXPERT_FAMILIES)
 """The families of `FAMILIES` without experts. They differ in biases, head norms and sizes only."""
+LLAMA_LIKE_FAMILIES = (*FAMILIES, "mixtral")
+"""The families with Llama's layers: grouped queries, two norms, and a gated MLP or a mixture of such."""
 KNOWN_FAMILIES = (*dict.fromkeys((*FAMILIES, "gemma3_text", "glm4", *EXPERT_FAMILIES)),)
 """The families whose tensors `tensors` lists under their names in checkpoints, those of experts stacked."""
 

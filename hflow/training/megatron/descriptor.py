@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hflow.base.devices import is_gpu
 from hflow.planner.models.descriptors import Backend, TrialRun
 from hflow.planner.plan.traits import BackendTraits
-from hflow.shapes.architectures import FAMILIES
+from hflow.shapes.architectures import LLAMA_LIKE_FAMILIES
 from hflow.training.megatron import memory
 
 if TYPE_CHECKING:
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from hflow.models.settings import ModelSettings, RankPosition
     from hflow.planner.plan.rows import Replica
 
-BUILT_FAMILIES = (*FAMILIES, "mixtral")
-"""The families whose layers megatron computes as transformers does."""
 HARDWARE_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Hardware queues of a device, read when CUDA starts. With one, kernels run in the order in which the host
 launches them, so that collectives between tensor ranks begin before the products that they overlap with.
@@ -123,7 +121,7 @@ BACKEND = Backend(
         shares_prompts=True,
         has_adapters=True,
         chooses_kernels=True,
-        families=BUILT_FAMILIES,
+        families=LLAMA_LIKE_FAMILIES,
     ),
     factory=_make_model,
     memory=memory,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from transformers import PreTrainedConfig
 
 from hflow.base.errors import BackendError
-from hflow.shapes.architectures import read_shape
+from hflow.shapes.architectures import LLAMA_LIKE_FAMILIES, read_shape
 from hflow.shapes.model_shape import ModelShape
-from hflow.training.megatron.descriptor import BUILT_FAMILIES
 
 _ROPES = ("default", "linear", "llama3")
 """Rotary embeddings with one vector of frequencies for all sequence lengths."""
@@ -27,10 +26,10 @@ def supported_shape(config: PreTrainedConfig, head: str) -> ModelShape:
 
 def _check_architecture(config: PreTrainedConfig) -> None:
     family = config.model_type
-    if family not in BUILT_FAMILIES:
+    if family not in LLAMA_LIKE_FAMILIES:
         raise BackendError(
             f"model_type {family!r} is not one that the megatron backend builds "
-            f"({', '.join(BUILT_FAMILIES)}); use the torch backend"
+            f"({', '.join(LLAMA_LIKE_FAMILIES)}); use the torch backend"
         )
     if config.hidden_act != "silu":
         raise BackendError(
