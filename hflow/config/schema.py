@@ -154,7 +154,8 @@ class LoraConfig:
     2024, DoRA)."""
     targets: Names = (ALL_LINEAR,)
     """Modules that get adapters, such as `[q_proj,v_proj]`; `all-linear`: all matrices of decoder layers.
-    `embed_tokens` and `lm_head` are the embedding and the output matrix, where they are two."""
+    `embed_tokens` and `lm_head` are the embedding and the output matrix, where they are two;
+    `experts.gate_up_proj` and `experts.down_proj` the matrices of all experts."""
     base: Literal["nf4"] | None = None
     """`nf4`: keep the frozen matrices of decoder layers in 4 bits (Dettmers et al. 2023, QLoRA), by
     bitsandbytes, whole on every rank; engines have the same rounded ones. Null: in `dtype`."""

@@ -7,10 +7,12 @@ their matrices.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
+from typing import NamedTuple
 
 from hflow.shapes.vision_shape import PREFIXES, VisionShape, tower_tensors
 
@@ -178,8 +180,12 @@ class TensorSpec:
 
 EMBEDDING, OUTPUT = "embed_tokens", "lm_head"
 """The modules of the embedding and of the output matrix."""
+EXPERT_TARGETS = ("experts.gate_up_proj", "experts.down_proj")
+"""The parameters of a layer's experts that adapters can be added to, as transformers has them: the gates and ups,
+`[N, 2F, D]`, and the downs, `[N, D, F]`."""
 A, B = "lora_A.weight", "lora_B.weight"
-"""Ends of the names of an adapter's two matrices, `[r, inputs]` and `[outputs, r]`."""
+"""Ends of the names of an adapter's two matrices, `[r, inputs]` and `[outputs, r]`; those of experts are
+stacked."""
 MAGNITUDE = "lora_magnitude_vector.weight"
 """End of the name of the lengths of a matrix's rows, `[outputs]`, which DoRA learns."""
 EMBEDDING_A, EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"
@@ -320,6 +326,11 @@ def measured_matrices(shape: ModelShape) -> tuple[int, ...]:
     )
 
 
+def expert_targets(shape: ModelShape) -> tuple[str, ...]:
+    """Return the parameters of experts that adapters can be added to: those without biases."""
+    return () if shape.experts is None or shape.experts.has_bias else EXPERT_TARGETS
+
+
 def outer_targets(shape: ModelShape) -> tuple[str, ...]:
     """Return the modules outside the layers that adapters can be added to.
 
@@ -338,7 +349,7 @@ def adapted_shape(
     Args:
         shape: the model.
         r: rank of the adapters.
-        targets: the modules that have adapters, some of `adapter_targets` and `outer_targets`.
+        targets: what has adapters, some of `adapter_targets`, `expert_targets` and `outer_targets`.
         has_magnitudes: whether the lengths of rows are learned, too.
     """
     return replace(shape, adapter=AdapterShape(r, tuple(targets), has_magnitudes))
@@ -389,14 +400,19 @@ def active_parameters(shape: ModelShape) -> int:
 
     The output matrix counts, even if it is the embedding. The embedding does not, as a token reads one row.
     """
-    inactive = sum(
+    embedding = 0 if shape.is_tied else shape.vocab * shape.hidden
+    return num_parameters(shape) - inactive_parameters(shape) - embedding
+
+
+@lru_cache
+def inactive_parameters(shape: ModelShape) -> int:
+    """Return the number of parameters of the experts that are not chosen for a token."""
+    return sum(
         (last - first) * spec.numel // spec.num_experts * (spec.num_experts - shape.experts.per_token)
         for first, last in equal_layers(shape, 0, shape.num_layers)
         for spec in layer_template(shape, first)
         if shape.experts is not None and spec.num_experts > 1
     )
-    embedding = 0 if shape.is_tied else shape.vocab * shape.hidden
-    return num_parameters(shape) - inactive - embedding
 
 
 def _layer(shape: ModelShape, index: str, layer: int) -> Iterator[TensorSpec]:
@@ -406,6 +422,64 @@ def _layer(shape: ModelShape, index: str, layer: int) -> Iterator[TensorSpec]:
     for spec in _weights_of_layer(shape, index, layer):
         if _is_linear(spec) and _module(spec) in shape.adapter.targets:
             yield from _adapter(spec, shape.adapter)
+    if shape.has_experts(layer):
+        yield from _expert_adapters(shape, f"{shape.prefix}layers.{index}.mlp.", layer)
+
+
+def _expert_adapters(shape: ModelShape, prefix: str, layer: int) -> Iterator[TensorSpec]:
+    """Yield the tensors of experts' adapters, which every tensor rank has whole."""
+    adapter, experts, d = shape.adapter, shape.experts, shape.hidden
+    assert adapter is not None
+    assert experts is not None
+    n, r, f = experts.num, adapter.r, experts.intermediate
+    for target, (rows, columns) in zip(EXPERT_TARGETS, ((2 * f, d), (d, f)), strict=True):
+        if target in adapter.targets:
+            for end, sizes in ((A, (n, r, columns)), (B, (n, rows, r))):
+                yield TensorSpec(f"{prefix}{target}.{end}", sizes, layer, "layer", num_experts=n)
+
+
+class AdaptedPart(NamedTuple):
+    """The adapter that changes a tensor."""
+
+    path: str
+    """The adapter's name, up to `ADAPTER_ENDS`."""
+    half: int | None = None
+    """The half of the adapter's outputs that are the tensor's: 0 for gates of experts, 1 for ups; None: all."""
+
+
+def adapted_part(name: str) -> AdaptedPart:
+    """Return the adapter that changes a tensor, if there is one, given the tensor's name here or in torch."""
+    of_experts = re.fullmatch(r"(.*\.experts\.)(gate|up|gate_up|down)_proj(\.weight)?", name)
+    if of_experts is None:
+        return AdaptedPart(name.removesuffix("weight"))
+    path, kind, _ = of_experts.groups()
+    target = "down_proj." if kind == "down" else "gate_up_proj."
+    return AdaptedPart(path + target, {"gate": 0, "up": 1}.get(kind))
+
+
+class AdapterSizes(NamedTuple):
+    """Sizes of the adapters that a token passes in a layer, all together, as the mean over layers."""
+
+    inputs: float
+    low: float
+    """Numbers between the two matrices."""
+    outputs: float
+    magnitudes: float
+    """Outputs that are scaled (DoRA)."""
+
+
+@lru_cache
+def adapter_sizes(shape: ModelShape) -> AdapterSizes:
+    """Return the sizes of the adapters of a layer, given their shape."""
+    sums = [0.0] * len(AdapterSizes._fields)
+    for first, last in equal_layers(shape, 0, shape.num_layers):
+        for spec in layer_template(shape, first):
+            num = (last - first) / shape.num_layers
+            if shape.experts is not None and spec.num_experts > 1:
+                num *= shape.experts.per_token
+            for place, (end, axis) in enumerate(((A, -1), (A, -2), (B, -2), (MAGNITUDE, -1))):
+                sums[place] += num * spec.shape[axis] if spec.name.endswith(end) else 0.0
+    return AdapterSizes(*sums)
 
 
 def _adapter(spec: TensorSpec, adapter: AdapterShape) -> Iterator[TensorSpec]:

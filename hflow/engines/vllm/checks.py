@@ -22,7 +22,7 @@ from hflow.planner.plan.request import trained_shape
 from hflow.planner.plan.traits import traits
 from hflow.shapes.architectures import KNOWN_FAMILIES, knows_tensors
 from hflow.shapes.layout import RankOrder
-from hflow.shapes.model_shape import EMBEDDING, OUTPUT, ModelShape
+from hflow.shapes.model_shape import EMBEDDING, EXPERT_TARGETS, OUTPUT, ModelShape
 
 if TYPE_CHECKING:
     from hflow.config.schema import LoraConfig
@@ -114,6 +114,8 @@ def find_merging(served: ServedModel) -> str | None:
         return f"its weights are rounded as the trainer's are (base={lora.base})"
     if lora is not None and {EMBEDDING, OUTPUT}.intersection(lora.targets):
         return "hflow adds those of embedding and output matrix to the weights of vllm"
+    if lora is not None and set(EXPERT_TARGETS).intersection(lora.targets):
+        return "hflow adds those of experts to the weights of vllm"
     if lora is not None and lora.r > ADAPTER_RANKS[-1]:
         return f"vllm has no buffers for rank {lora.r} (at most {ADAPTER_RANKS[-1]})"
     if is_gpu(served.cluster.device) and served.config.compute_dtype != "bf16":

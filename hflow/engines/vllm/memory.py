@@ -177,7 +177,9 @@ def layer_being_loaded(rank: Rank, num_parts: int) -> Items:
     items = item(MemoryCategory.BUFFERS, peak, "layer being loaded")
     if not rank.replica.merges_adapters:
         return items
-    adapted = (spec.numel // spec.num_experts for spec in tensors(rank.shape) if ".layers." in spec.name)
+    has_experts = any(spec.num_experts > 1 for spec in tensors(rank.trained_shape))
+    layers = (spec for spec in tensors(rank.shape) if ".layers." in spec.name)
+    adapted = (spec.numel for spec in layers if spec.num_experts == 1 or has_experts)
     merged = MERGE_BYTES * -(-max(adapted) // rank.tensor)
     return items + item(MemoryCategory.BUFFERS, merged, "merged adapter")
 

@@ -32,6 +32,7 @@ from hflow.shapes.model_shape import (
     EMBEDDING,
     EMBEDDING_A,
     EMBEDDING_B,
+    EXPERT_TARGETS,
     OUTPUT,
     A,
     B,
@@ -247,7 +248,7 @@ def _check_lora(graph: Graph, name: str, request: PlanRequest) -> None:
     except PlanError as error:
         raise PlanError(f"models.{name}.{error}") from None
     specs = [spec for kind in (*kinds_of_layers(trained), other_tensors(trained)) for spec in kind]
-    sides = {A: 1, EMBEDDING_A: 1, B: 0, EMBEDDING_B: 0}
+    sides = {A: -1, EMBEDDING_A: -1, B: -2, EMBEDDING_B: -2}
     sizes = {x.shape[axis]: x for x in specs for end, axis in sides.items() if x.name.endswith(end)}
     if not sizes:
         raise PlanError(f"{key}.targets is empty, so nothing is trained; set {key}.targets=[all-linear]")
@@ -329,15 +330,16 @@ def _check_lora_options(name: str, config: ModelConfig, shape: ModelShape | None
     """Raise if the backend cannot have adapters of a kind, or two options exclude each other."""
     lora, key = config.lora, f"models.{name}.lora"
     assert lora is not None
-    outer = next((target for target in (EMBEDDING, OUTPUT) if target in lora.targets), None)
-    if lora.dora and outer is not None:
+    others = (EMBEDDING, OUTPUT, *EXPERT_TARGETS)
+    other = next((target for target in others if target in lora.targets), None)
+    if lora.dora and other is not None:
         raise PlanError(
-            f"{key}.dora is set, but {outer} has no magnitudes; remove it from {key}.targets, or set "
+            f"{key}.dora is set, but {other} has no magnitudes; remove it from {key}.targets, or set "
             f"{key}.dora=false"
         )
     asked = {
         f"{key}.dora is set": lora.dora,
-        f"{key}.targets has {outer}": outer is not None,
+        f"{key}.targets has {other}": other is not None,
         f"{key}.base is {lora.base}": lora.base is not None,
     }
     for option in (option for option, is_asked in asked.items() if is_asked):

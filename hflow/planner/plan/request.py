@@ -13,7 +13,7 @@ from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.hardware import Device, Hardware
 from hflow.planner.plan.rows import Plan
 from hflow.planner.plan.workload import PromptImages, Workload
-from hflow.shapes.model_shape import ModelShape, adapted_shape, adapter_targets, outer_targets
+from hflow.shapes.model_shape import ModelShape, adapted_shape, adapter_targets, expert_targets, outer_targets
 from hflow.types.kernels import AttentionKernel, TransformerEngine
 
 
@@ -92,13 +92,13 @@ def trained_shape(shape: ModelShape, lora: LoraConfig | None) -> ModelShape:
     if lora is None:
         return shape
     of_layers = adapter_targets(shape)
-    known = (*of_layers, *outer_targets(shape))
+    known = (*of_layers, *expert_targets(shape), *outer_targets(shape))
     for name in (chosen := lora.chosen(of_layers)):
         if name not in known:
             raise PlanError(
                 f"lora.targets: the {shape.family} model has no matrix {name!r}{nearest(name, known)} "
-                f"(known: {ALL_LINEAR}, {', '.join(known)}; routers, experts and a tied embedding have no "
-                "adapters)"
+                f"(known: {ALL_LINEAR}, {', '.join(known)}; routers, experts with biases and a tied "
+                "embedding have no adapters)"
             )
     return adapted_shape(shape, lora.r, chosen, has_magnitudes=lora.dora)
 

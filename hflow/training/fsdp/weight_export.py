@@ -47,10 +47,14 @@ def named_weights(model: PreTrainedModel, head: nn.Module, kind: str, dtype: tor
 
 def _changing_tensors(model: PreTrainedModel, head: nn.Module, kind: str) -> list[Named]:
     """Return the tensors of `named_weights`, as this rank stores them."""
-    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    buffers = [(name, x) for name, x in model.state_dict().items() if name not in known]
     trained = [(name, weight.detach()) for name, weight in named_parameters(model, head, kind)]
-    return trained if adapter_weights(model) else [*trained, *buffers]
+    return trained if adapter_weights(model) else [*trained, *_saved_buffers(model)]
+
+
+def _saved_buffers(model: PreTrainedModel) -> list[Named]:
+    """Return the buffers that checkpoints of a model have."""
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return [(name, x) for name, x in model.state_dict().items() if name not in known]
 
 
 def held_blocks(
@@ -114,8 +118,9 @@ def merged_weights(
 
 
 def _all_tensors(model: PreTrainedModel, head: nn.Module, kind: str) -> Iterator[Named]:
-    """Yield every weight but adapters, as this rank stores it."""
+    """Yield every weight and buffer but adapters, as this rank stores it."""
     yield from base_tensors(model)
+    yield from _saved_buffers(model)
     for name, weight in _scalar_weights(head, kind):
         yield name, weight.detach()
 

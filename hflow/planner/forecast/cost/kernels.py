@@ -23,6 +23,8 @@ from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
 from hflow.shapes.layout import stage_layers
 from hflow.shapes.model_shape import (
     ModelShape,
+    adapter_sizes,
+    inactive_parameters,
     layer_template,
     mean_active_experts,
     mean_mlp_rows,
@@ -119,11 +121,9 @@ def adapter_bytes(replica: ReplicaCosts, rows: float) -> float:
     """
     if replica.config.lora is None:
         return 0.0
-    specs = layer_template(replica.trained_shape)
-    inputs = sum(spec.shape[1] for spec in specs if spec.name.endswith("lora_A.weight"))
-    outputs = sum(spec.shape[0] for spec in specs if spec.name.endswith("lora_B.weight"))
-    is_counted = min(1.0, _passes(replica))
-    return is_counted * rows * (inputs + 4 * outputs) / replica.layout.tensor * replica.itemsize
+    sizes, is_counted = adapter_sizes(replica.trained_shape), min(1.0, _passes(replica))
+    values = sizes.inputs + 4 * sizes.outputs
+    return is_counted * rows * values / replica.layout.tensor * replica.itemsize
 
 
 def fp8_bytes(replica: ReplicaCosts, rows: float, num: int, layer_passes: int) -> float:
@@ -233,7 +233,7 @@ def _adapter_weights(replica: ReplicaCosts) -> float:
     With sequence parallelism tensor ranks divide the tokens where they have the same matrices.
     """
     if replica.token_share == 1:
-        return replica.trained_weights
+        return replica.trained_weights - inactive_parameters(replica.trained_shape) / replica.layout.pipe
     return num_parameters(replica.trained_shape) / replica.layout.pipe / replica.layout.tensor
 
 

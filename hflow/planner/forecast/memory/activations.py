@@ -14,10 +14,9 @@ from hflow.planner.forecast.memory.parts import Items, MicroBatch, item, largest
 from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
 from hflow.planner.plan.forecast import MemoryCategory
 from hflow.shapes.model_shape import (
-    MAGNITUDE,
     NF4_BLOCK,
-    A,
     ModelShape,
+    adapter_sizes,
     expert_layers,
     layer_template,
     mean_mlp_rows,
@@ -59,10 +58,8 @@ def kept_by_adapters(rank: Rank, batch: MicroBatch) -> int:
     """
     if rank.config.lora is None:
         return 0
-    specs = layer_template(rank.trained_shape)
-    low = sum(spec.shape[0] for spec in specs if spec.name.endswith(A))
-    outputs = sum(spec.numel for spec in specs if spec.name.endswith(MAGNITUDE))
-    return rank.width * (low + outputs) * batch.tokens
+    sizes = adapter_sizes(rank.trained_shape)
+    return round(rank.width * (sizes.low + sizes.magnitudes) * batch.tokens)
 
 
 def measured_matrix(rank: Rank) -> int:
