@@ -181,7 +181,7 @@ class TensorSpec:
 EMBEDDING, OUTPUT = "embed_tokens", "lm_head"
 """The modules of the embedding and of the output matrix."""
 EXPERT_TARGETS = ("experts.gate_up_proj", "experts.down_proj")
-"""The parameters of a layer's experts that adapters can be added to, as transformers has them: the gates and ups,
+"""The parameters of a layer's experts that adapters can be added to, as in transformers: the gates and ups,
 `[N, 2F, D]`, and the downs, `[N, D, F]`."""
 A, B = "lora_A.weight", "lora_B.weight"
 """Ends of the names of an adapter's two matrices, `[r, inputs]` and `[outputs, r]`; those of experts are
@@ -444,7 +444,7 @@ class AdaptedPart(NamedTuple):
     path: str
     """The adapter's name, up to `ADAPTER_ENDS`."""
     half: int | None = None
-    """The half of the adapter's outputs that are the tensor's: 0 for gates of experts, 1 for ups; None: all."""
+    """The half of the adapter's outputs that are the tensor's: 0 for gates, 1 for ups; None: all."""
 
 
 def adapted_part(name: str) -> AdaptedPart:

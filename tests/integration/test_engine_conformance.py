@@ -104,6 +104,10 @@ ADAPTED = {
         LoraConfig(r=6, alpha=18, targets=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")),
     ),
     "experts-adapters": ("experts", LoraConfig(r=4, alpha=2)),
+    "adapters-of-experts": (
+        "experts",
+        LoraConfig(r=4, alpha=2, targets=("q_proj", "experts.gate_up_proj", "experts.down_proj")),
+    ),
     "dora": ("untied", LoraConfig(r=4, alpha=2, dora=True)),
     "outer-adapters": ("untied", LoraConfig(r=4, alpha=2, targets=("q_proj", "embed_tokens", "lm_head"))),
     "rounded": ("untied", LoraConfig(r=4, alpha=2, base="nf4")),
@@ -212,10 +216,9 @@ def merged(
                 lora.alpha / lora.r * (b @ a).T
             )
         if name.endswith(".lora_A.weight"):
-            b, weight = (
-                of_adapters[name.replace("lora_A", "lora_B")],
-                module.get_parameter(name.replace(".lora_A", "")),
-            )
+            path = name.removesuffix(".lora_A.weight")
+            b = of_adapters[f"{path}.lora_B.weight"]
+            weight = module.get_parameter(path if ".experts." in path else f"{path}.weight")
             weight.add_(lora.alpha / lora.r * b @ a)
             if lora.dora:
                 weight.mul_(
@@ -318,6 +321,7 @@ ENGINES = {
         ("embedded", "untied", 1),
         ("embedded", "adapters", 1),
         ("embedded", "dora", 1),
+        ("embedded", "adapters-of-experts", 1),
         ("embedded", "outer-adapters", 1),
         ("embedded", "rounded", 1),
         ("embedded", "windows", 1),
@@ -754,6 +758,7 @@ def test_an_adapter_that_keeps_old_values_is_found() -> None:
     [
         *[("adapters", 1), ("adapters", 2), ("dora", 1), ("dora", 2)],
         *[("outer-adapters", 1), ("outer-adapters", 2), ("rounded", 1)],
+        *[("adapters-of-experts", 1), ("adapters-of-experts", 2)],
     ],
 )
 def test_adapters_can_be_merged(adapted: str, tensor: int) -> None:
