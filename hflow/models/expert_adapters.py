@@ -57,8 +57,9 @@ class ExpertAdapter(nn.Module):
         """
         if self._disable_adapters:
             return output
-        unused = -self.lora_A.shape[1] % (_ALIGNMENT // self.lora_A.element_size())
-        a, b = pad(self.lora_A, (0, 0, 0, unused)), pad(self.lora_B, (0, unused))
+        a, b = self.lora_A, self.lora_B
+        if unused := -a.shape[1] % (_ALIGNMENT // a.element_size()):
+            a, b = pad(a, (0, 0, 0, unused)), pad(b, (0, unused))
         return output.add_(_grouped_linear(self._scale * _grouped_linear(x, a, ends), b, ends))
 
 

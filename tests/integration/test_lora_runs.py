@@ -33,8 +33,12 @@ COMMON += ["models.actor.optim.warmup_steps=0"]
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return a checkpoint of the recipe's tiny model."""
-    path = tmp_path_factory.mktemp("base")
-    compiled = compile_recipe(ROOT / RECIPE, ["models.actor.path=null"])
+    return saved_base(tmp_path_factory.mktemp("base"))
+
+
+def saved_base(path: Path, *overrides: str) -> str:
+    """Save a model with random weights, and return the override that begins from it."""
+    compiled = compile_recipe(ROOT / RECIPE, [*overrides, "models.actor.path=null"])
     architecture = compiled.config.models["actor"].architecture
     TorchModel(ModelSettings(name="actor", architecture=architecture), RankPosition()).save(str(path))()
     return f"models.actor.path={path}"
@@ -75,6 +79,33 @@ def test_magnitudes_and_weights_in_4_bits(base: str, tmp_path: Path, options: st
     merge_adapter(saved, merged)
     for name, tensor in load_file(merged / "model.safetensors").items():
         torch.testing.assert_close(tensor, trained[name], atol=1e-6, rtol=0)
+
+
+def test_adapters_of_experts(tmp_path: Path) -> None:
+    """The engine and the reference are the trainer's, also after a resume, and the export has them."""
+    mixed, targets = (
+        "model@models.actor=tiny-qwen3-moe",
+        "[all-linear,experts.gate_up_proj,experts.down_proj]",
+    )
+    lora = f"models.actor.lora={{r: 4, alpha: 8, save_merged: true, targets: {targets}}}"
+    base = saved_base(tmp_path / "base", mixed)
+    saving = ["save_every=1", "keep_checkpoints=null", "steps=3"]
+    summary = run(RECIPE, tmp_path / "run", mixed, *COMMON, lora, base, *saving)
+    assert max(row[f"actor_train/{ENGINE_GAP_MAX.suffix}"] for row in steps_of(summary)) < 1e-5
+    assert {"experts.base_layer.lora_A.weight", "experts.lora_B.weight"} <= {
+        name.rpartition("mlp.")[2] for name in adapter(summary)
+    }
+    assert largest_difference(adapter(summary, "step-1"), adapter(summary, "step-2")) > 1e-3
+    saved = summary.directory / "checkpoints" / "latest" / "actor"
+    merged, trained = tmp_path / "merged", load_file(saved / "merged" / "model.safetensors")
+    merge_adapter(saved, merged)
+    for name, tensor in load_file(merged / "model.safetensors").items():
+        torch.testing.assert_close(tensor, trained[name], atol=1e-6, rtol=0)
+    copy = tmp_path / "interrupted"
+    shutil.copytree(summary.directory, copy, symlinks=True)
+    for step in (2, 3):
+        shutil.rmtree(copy / "checkpoints" / f"step-{step}")
+    assert largest_difference(adapter(run_recipe.resume(str(copy), live=False)), adapter(summary)) == 0
 
 
 def test_a_reference_model_is_the_trainer_without_adapters(base: str) -> None:

@@ -484,6 +484,12 @@ def test_optimizers_have_their_names() -> None:
         assert (settings[f"{key}.name"], settings[f"{key}.betas"]) == ("adamw_8bit", [0.9, 0.95])
 
 
+def test_parameters_of_experts_are_targets_of_adapters() -> None:
+    given = {**TRL_BASE, "use_peft": True, "lora_target_modules": "all-linear"}
+    settings = translated(TRL, {**given, "lora_target_parameters": ["mlp.experts.down_proj"]})[0].settings
+    assert settings["models.actor.lora.targets"] == ["all-linear", "experts.down_proj"]
+
+
 def test_masks_of_trl_that_another_loss_does_not_have_are_left() -> None:
     given = {**TRL_BASE, "loss_type": "cispo", "epsilon_high": 5.0, "top_entropy_quantile": 0.2}
     draft, entries = translated(TRL, given)

@@ -30,7 +30,7 @@ from hflow.planner.forecast.cost.flops import (
     layers_parameters,
 )
 from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
-from hflow.planner.forecast.memory.rank import FP32_BYTES, stage_sizes
+from hflow.planner.forecast.memory.rank import FP32_BYTES, StageSizes, stage_sizes
 from hflow.shapes.layout import Layout, stage_layers
 from hflow.shapes.model_shape import ModelShape, equal_layers, expert_layers, layer_template
 
@@ -289,11 +289,23 @@ def num_units(replica: ReplicaCosts) -> int:
 
 
 def _layer_weights(replica: ReplicaCosts) -> float:
-    """Return the mean elements of a layer that FSDP divides: not those of matrices in 4 bits."""
+    """Return the mean elements of a layer that FSDP divides, with adapters, without matrices in 4 bits."""
     lora, shape = replica.config.lora, replica.shape
-    if lora is None or lora.base is None:
+    if lora is None:
         return layer_parameters(shape)
-    return sum(spec.numel for spec in layer_template(replica.trained_shape))
+    adapters = _trained_sizes(replica).layers / shape.num_layers
+    return adapters if lora.base is not None else layer_parameters(shape) + adapters
+
+
+def _trained_sizes(replica: ReplicaCosts) -> StageSizes:
+    return stage_sizes(replica.trained_shape, replica.traits, replica.layout, 0)
+
+
+def _trained_units(replica: ReplicaCosts) -> int:
+    """Return the number of units whose gradients are summed: adapters may be in layers alone."""
+    units = num_units(replica)
+    is_frozen = replica.config.lora is not None and _trained_sizes(replica).rest == 0
+    return units - 1 if units > 1 and is_frozen else units
 
 
 def fsdp_gathers(replica: ReplicaCosts, passes: Passes) -> Iterator[Collectives]:
@@ -324,7 +336,7 @@ def fsdp_scatters(replica: ReplicaCosts, passes: Passes) -> Iterator[Collectives
     At ZeRO stage 1 there is one for all micro-batches.
     """
     if is_sharded(replica, "everything") and passes.backward:
-        units = num_units(replica)
+        units = _trained_units(replica)
         gradients = replica.trained_weights / units * replica.gradient_bytes
         times = units if replica.config.zero_stage == 1 else passes.num * units
         yield Collectives("reduce-scatter", _fsdp_ranks(replica), gradients, times)
@@ -333,7 +345,7 @@ def fsdp_scatters(replica: ReplicaCosts, passes: Passes) -> Iterator[Collectives
 def replicated_gradients(replica: ReplicaCosts, passes: Passes) -> Iterator[Collectives]:
     """Yield the sums of each shard's gradients over a replicate axis, once for all micro-batches."""
     if replica.layout.replicate > 1 and is_sharded(replica, "everything") and passes.backward:
-        units = num_units(replica)
+        units = _trained_units(replica)
         shard = replica.trained_weights / units / replica.layout.fsdp_size
         yield Collectives("all-reduce", "replicate", shard * replica.gradient_bytes, units)
 
