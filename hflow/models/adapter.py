@@ -377,7 +377,7 @@ def _peft_config(model: PreTrainedModel, settings: ModelSettings) -> PeftConfig:
 
 
 def _wanted(model: PreTrainedModel, settings: ModelSettings) -> tuple[str, ...]:
-    """Return what has adapters.
+    """Return the targets of a model's adapters.
 
     Raises:
         BackendError: if the model lacks one of them.

@@ -35,8 +35,8 @@ class ExpertAdapter(nn.Module):
         """Allocate fp32 weights.
 
         Args:
-            shape: of the parameter.
-            r: rank.
+            shape: the parameter's shape.
+            r: the adapters' rank.
             scale: the factor of the adapters' output.
         """
         super().__init__()
@@ -81,7 +81,7 @@ def add_expert_adapters(model: nn.Module, targets: Iterable[str], r: int, scale:
     Args:
         model: the HF model.
         targets: some of `EXPERT_TARGETS`.
-        r: rank.
+        r: the adapters' rank.
         scale: the factor of the adapters' output.
     """
     names = [target.removeprefix(_MODULE) for target in EXPERT_TARGETS if target in set(targets)]

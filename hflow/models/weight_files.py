@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from hflow.base.errors import BackendError
 from hflow.base.files import read_json_object
+from hflow.models.expert_tensors import file_shapes
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -53,11 +54,12 @@ def check_weight_files(path: Path, expected: Mapping[str, tuple[int, ...]]) -> N
 
     Args:
         path: the checkpoint's directory.
-        expected: the shape of each tensor; empty if they are not known.
+        expected: the shape of each tensor under hflow's names; empty if they are not known.
 
     Raises:
         BackendError: for weights that cannot be read, or that do not fit.
     """
+    expected = file_shapes(expected)
     with ExitStack() as files:
         stored = {name: tuple(opened.get_shape()) for name, opened in open_weight_files(path, files).items()}
     if any(name.startswith("model.layers.") for name in stored):  # else a backbone, whose names are shorter

@@ -457,7 +457,7 @@ def adapted_part(name: str) -> AdaptedPart:
     return AdaptedPart(path + target, {"gate": 0, "up": 1}.get(kind))
 
 
-class AdapterSizes(NamedTuple):
+class AdapterWidths(NamedTuple):
     """Sizes of the adapters that a token passes in a layer, all together, as the mean over layers."""
 
     inputs: float
@@ -469,9 +469,9 @@ class AdapterSizes(NamedTuple):
 
 
 @lru_cache
-def adapter_sizes(shape: ModelShape) -> AdapterSizes:
+def adapter_widths(shape: ModelShape) -> AdapterWidths:
     """Return the sizes of the adapters of a layer, given their shape."""
-    sums = [0.0] * len(AdapterSizes._fields)
+    sums = [0.0] * len(AdapterWidths._fields)
     for first, last in equal_layers(shape, 0, shape.num_layers):
         for spec in layer_template(shape, first):
             num = (last - first) / shape.num_layers
@@ -479,7 +479,7 @@ def adapter_sizes(shape: ModelShape) -> AdapterSizes:
                 num *= shape.experts.per_token
             for place, (end, axis) in enumerate(((A, -1), (A, -2), (B, -2), (MAGNITUDE, -1))):
                 sums[place] += num * spec.shape[axis] if spec.name.endswith(end) else 0.0
-    return AdapterSizes(*sums)
+    return AdapterWidths(*sums)
 
 
 def _adapter(spec: TensorSpec, adapter: AdapterShape) -> Iterator[TensorSpec]:

@@ -27,8 +27,8 @@ from hflow.planner.plan.request import trained_shape
 from hflow.shapes.model_shape import (
     EXPERT_TARGETS,
     Experts,
-    adapter_sizes,
     adapter_targets,
+    adapter_widths,
     num_parameters,
     tensors,
 )
@@ -117,7 +117,7 @@ def test_adapters_of_experts():
 
 def test_a_token_passes_the_adapters_of_its_experts():
     """In three of four layers 2 of 4 experts, with 4 numbers between the matrices of each of two."""
-    sizes = adapter_sizes(trained_shape(MIXED, EXPERTS))
+    sizes = adapter_widths(trained_shape(MIXED, EXPERTS))
     assert sizes.low == 4 + 3 / 4 * 2 * (4 + 4)
     assert sizes.inputs == 64 + 3 / 4 * 2 * (64 + 16)
     assert sizes.outputs == 64 + 3 / 4 * 2 * (32 + 64)

@@ -26,7 +26,6 @@ def _make_model(*args: Any) -> Any:
 def _check_model(settings: ModelSettings, config: PreTrainedConfig) -> None:
     """Check the packages and the checkpoint's tensors once, before workers start."""
     from hflow.models.adapter import check_installed
-    from hflow.models.expert_tensors import file_shapes
     from hflow.models.hf_config import translate_errors
     from hflow.models.weight_files import check_weight_files
 
@@ -34,8 +33,7 @@ def _check_model(settings: ModelSettings, config: PreTrainedConfig) -> None:
     if settings.path is None:
         return
     shape = read_shape(config.to_dict()) if config.model_type in KNOWN_FAMILIES else None
-    stacked = {} if shape is None else {spec.name: spec.shape for spec in tensors(shape)}
-    expected = file_shapes(stacked)
+    expected = {} if shape is None else {spec.name: spec.shape for spec in tensors(shape)}
     if settings.head != "lm":
         expected.pop("lm_head.weight", None)
     with translate_errors(settings.name):

@@ -23,7 +23,7 @@ from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
 from hflow.shapes.layout import stage_layers
 from hflow.shapes.model_shape import (
     ModelShape,
-    adapter_sizes,
+    adapter_widths,
     inactive_parameters,
     layer_template,
     mean_active_experts,
@@ -121,7 +121,7 @@ def adapter_bytes(replica: ReplicaCosts, rows: float) -> float:
     """
     if replica.config.lora is None:
         return 0.0
-    sizes, is_counted = adapter_sizes(replica.trained_shape), min(1.0, _passes(replica))
+    sizes, is_counted = adapter_widths(replica.trained_shape), min(1.0, _passes(replica))
     values = sizes.inputs + 4 * sizes.outputs
     return is_counted * rows * values / replica.layout.tensor * replica.itemsize
 

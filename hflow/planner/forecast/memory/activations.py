@@ -16,7 +16,7 @@ from hflow.planner.plan.forecast import MemoryCategory
 from hflow.shapes.model_shape import (
     NF4_BLOCK,
     ModelShape,
-    adapter_sizes,
+    adapter_widths,
     expert_layers,
     layer_template,
     mean_mlp_rows,
@@ -58,7 +58,7 @@ def kept_by_adapters(rank: Rank, batch: MicroBatch) -> int:
     """
     if rank.config.lora is None:
         return 0
-    sizes = adapter_sizes(rank.trained_shape)
+    sizes = adapter_widths(rank.trained_shape)
     return round(rank.width * (sizes.low + sizes.magnitudes) * batch.tokens)
 
 
