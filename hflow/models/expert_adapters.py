@@ -123,7 +123,7 @@ def as_in_peft(name: str, x: Tensor, targets: Sequence[str]) -> tuple[str, Tenso
     Args:
         name: the adapter's name, such as `model.layers.0.mlp.experts.down_proj.lora_A.weight`.
         x: `[N, r, I]` or `[N, O, r]`.
-        targets: those of `EXPERT_TARGETS` that have adapters; adapters of others stay as they are.
+        targets: members of `EXPERT_TARGETS` that have adapters; adapters of others stay as they are.
     """
     end = A if name.endswith(A) else B
     path = name.removesuffix(f".{end}")
