@@ -286,6 +286,10 @@ def test_routes_have_the_adapters_alone():
             r"actor\.lora\.dora is set, but experts\.gate_up_proj has no magnitudes; remove it from",
         ),
         (
+            {"lora": LoraConfig(r=4, targets=("experts.down_proj",)), "compile": True},
+            r"targets has experts\.down_proj, whose products are not compiled; set models\.actor",
+        ),
+        (
             {"lora": LoraConfig(r=4, base="nf4"), "compile": True},
             r"base is nf4, whose products are not compiled; set models\.actor\.compile=false",
         ),

@@ -348,10 +348,10 @@ def _check_lora_options(name: str, config: ModelConfig, shape: ModelShape | None
                 f"{option}, but the {config.backend} backend cannot train that; set "
                 f"models.{name}.backend={first_with('has_all_adapters')}, or remove it"
             )
-    if lora.base is not None and config.compile:
-        raise PlanError(
-            f"{key}.base is {lora.base}, whose products are not compiled; set models.{name}.compile=false"
-        )
+    of_experts = next((target for target in EXPERT_TARGETS if target in lora.targets), None)
+    if config.compile and (lora.base is not None or of_experts is not None):
+        option = f"targets has {of_experts}" if lora.base is None else f"base is {lora.base}"
+        raise PlanError(f"{key}.{option}, whose products are not compiled; set models.{name}.compile=false")
     if lora.base is not None and shape is not None and (shape.experts or shape.vision):
         part = "experts" if shape.experts else "towers"
         raise PlanError(f"{key}.base is {lora.base}, but models with {part} are not rounded yet; remove it")
