@@ -57,7 +57,8 @@ class ExpertAdapter(nn.Module):
         """
         if self._disable_adapters:
             return output
-        a, b = self.lora_A, self.lora_B
+        a: Tensor = self.lora_A
+        b: Tensor = self.lora_B
         if unused := -a.shape[1] % (_ALIGNMENT // a.element_size()):
             a, b = pad(a, (0, 0, 0, unused)), pad(b, (0, unused))
         return output.add_(_grouped_linear(self._scale * _grouped_linear(x, a, ends), b, ends))
