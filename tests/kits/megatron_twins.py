@@ -106,6 +106,8 @@ class Twin:
     context: int = 1
     expert: int = 1
     replicate: int = 1
+    base_of: str = ""
+    """The node of a model that is trained in turns with it, and whose frozen weights it uses."""
 
     @property
     def layout(self) -> Layout:
@@ -116,7 +118,8 @@ class Twin:
         sizes = f"d{self.data}t{self.tensor}p{self.pipe}c{self.context}e{self.expert}r{self.replicate}"
         layout = f"{self.node} {sizes} of {self.budget} tokens"
         values = {key: getattr(value, "name", value) for key, value in self.settings.items()}
-        return " ".join([layout, *(f"{key}={value}" for key, value in values.items())])
+        base = [f"on the base of {self.base_of}"] if self.base_of else []
+        return " ".join([layout, *(f"{key}={value}" for key, value in values.items()), *base])
 
     @property
     def dtype(self) -> str:
@@ -220,6 +223,16 @@ ADAPTER_ROUNDS: list[dict[tuple[int, ...], Twin]] = [
         FIRST: Twin("adapters", tensor=2, settings=SP | BF16),
         SECOND: Twin("adapters", data=2, settings=BF16 | {"offload": "optimizer"}),
     },
+    {
+        FIRST: Twin("critic with adapters", data=2, settings={"offload": "all"}, base_of="few adapters"),
+        SECOND: Twin("adapters", tensor=2, settings=SP, base_of="few adapters"),
+    },
+    {
+        FIRST: Twin("few adapters", pipe=2, settings=RECOMPUTED, base_of="adapters"),
+        SECOND: Twin("adapters", tensor=2, settings=SP | BF16, base_of="few adapters"),
+    },
+    {ALL: Twin("critic with adapters", tensor=4, settings=NO_SP, base_of="adapters")},
+    {ALL: Twin("experts with adapters", data=2, expert=2, tensor=2, base_of="experts with adapters")},
 ]
 """The same for models with adapters."""
 ADAPTER_TWINS = {twin.name: twin for turn in ADAPTER_ROUNDS for twin in turn.values()}

@@ -307,12 +307,6 @@ def _check_base(graph: Graph, name: str, request: PlanRequest) -> None:
                 f"{asked}, whose {setting} is {theirs}, but that of {name} is {own}; set "
                 f"models.{name}.{setting}={theirs}"
             )
-    if config.lora is not None and not traits(config.backend).shares_base:
-        instead = first_with("shares_base")
-        raise PlanError(
-            f"{asked}, but the {config.backend} backend has the adapters of one model beside its weights; "
-            f"set models.{name}.backend={instead} and {of_owner}.backend={instead}, or remove {key}"
-        )
     head, of_base = models[name].head, models[config.base_of].head
     if head != of_base and (config.lora is None or head == "lm"):
         raise PlanError(

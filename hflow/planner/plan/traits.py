@@ -68,7 +68,7 @@ class BackendTraits:
     has_adapters: bool = False
     """Whether it trains low-rank adapters (`models.NAME.lora`)."""
     shares_base: bool = False
-    """Whether several models with adapters can use the frozen weights of one (`models.NAME.base_of`)."""
+    """Whether an engine serves several models with adapters on one base (`models.NAME.base_of`)."""
     has_all_adapters: bool = False
     """Whether these may be DoRA, of embedding and output matrix, and beside matrices in 4 bits."""
     chooses_kernels: bool = False
@@ -118,7 +118,6 @@ Trait = Literal[
     "has_context_axis",
     "has_expert_axis",
     "has_adapters",
-    "shares_base",
     "has_all_adapters",
     "chooses_kernels",
     "compiles_layers",

@@ -46,7 +46,6 @@ BACKEND = Backend(
         sharded_over_data="everything",
         shares_prompts=True,
         has_adapters=True,
-        shares_base=True,
         has_all_adapters=True,
         compiles_layers=True,
     ),

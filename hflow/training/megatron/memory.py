@@ -30,13 +30,13 @@ def model_state(rank: Rank) -> Items:
     """Return weights, gradients and optimizer state.
 
     Weights in the compute dtype and fp32 gradients are whole on every data rank. fp32 weights (in bf16) and
-    moments are sharded: 6 + 12 / d bytes a parameter in bf16. An inference replica has weights alone, and
-    none of its own where it uses those of a trainer. Beside adapters, weights have neither gradients nor
-    state.
+    moments are sharded: 6 + 12 / d bytes a parameter in bf16. An inference replica has weights alone. Beside
+    adapters, weights have neither gradients nor state. Those that are another replica's count there.
     """
     if rank.is_bare_base:
         return Items()
-    weights = item(MemoryCategory.WEIGHTS, rank.width * rank.sizes.total)
+    num_weights = 0 if rank.replica.base_of else rank.sizes.total
+    weights = item(MemoryCategory.WEIGHTS, rank.width * num_weights)
     if rank.replica.role != "train":
         return weights
     if rank.adapts:
