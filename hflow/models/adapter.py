@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from hflow.base.errors import BackendError, nearest
@@ -117,6 +119,29 @@ def _adapted_layers(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
 
 
+@torch.no_grad()
+def row_lengths(
+    weight: Tensor, a: Tensor, b: Tensor, scale: float, column_ranks: ProcessGroup | None = None
+) -> Tensor:
+    """Return the lengths of the rows of `W + scale * B A`, `[outputs]`, which are constants for gradients.
+
+    Args:
+        weight: W `[outputs, inputs]`, or some of its columns.
+        a: `[r, inputs]`, the same columns.
+        b: `[outputs, r]`.
+        scale: the factor of the adapter's output.
+        column_ranks: the ranks that have the other columns, of which this is a collective; None: there are
+            none.
+    """
+    moved = torch.addmm(weight, b, a, alpha=scale)
+    lengths = torch.linalg.vector_norm(moved, dim=1)
+    if column_ranks is None:
+        return lengths
+    squares = lengths.float().square()
+    dist.all_reduce(squares, group=column_ranks)
+    return squares.sqrt().to(weight.dtype)
+
+
 class _Magnitude(nn.Module):
     """The learned lengths of the rows of a matrix."""
 
@@ -140,10 +165,7 @@ class _Dora:
         """
         a, b, scale = layer.lora_A[_NAME], layer.lora_B[_NAME], layer.scaling[_NAME]
         base = layer.get_base_layer()
-        with torch.no_grad():
-            moved = torch.addmm(base.weight, b.weight, a.weight, alpha=scale)
-            lengths = torch.linalg.vector_norm(moved, dim=1)
-            del moved
+        lengths = row_lengths(base.weight, a.weight, b.weight, scale)
         factor = layer.lora_magnitude_vector[_NAME].weight / lengths
         scaled: Tensor = factor * torch.add(result, b(a(x)), alpha=scale)
         return scaled if base.bias is None else scaled + (1 - factor) * base.bias

@@ -70,6 +70,14 @@ NODES: dict[str, tuple[NodeCall, dict[str, Any]]] = {
         {"lora": LoraConfig(r=3, alpha=8, targets=("v_proj", "down_proj", "gate_proj"))},
     ),
     "critic with adapters": (kit.VALUE, {"head": "value", "lora": LoraConfig(r=4, alpha=8)}),
+    "adapters with magnitudes": (
+        kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean", epochs=2),
+        {"lora": LoraConfig(r=4, alpha=8, dora=True, save_merged=True)},
+    ),
+    "few magnitudes": (
+        kit.call(sft, "token", [], reduce="token-mean"),
+        {"lora": LoraConfig(r=3, alpha=8, dora=True, targets=("v_proj", "o_proj", "gate_proj"))},
+    ),
     "experts with adapters": (
         kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean"),
         {"lora": LoraConfig(r=4, alpha=8)},
@@ -232,6 +240,19 @@ ADAPTER_ROUNDS: list[dict[tuple[int, ...], Twin]] = [
         SECOND: Twin("adapters", tensor=2, settings=SP | BF16, base_of="few adapters"),
     },
     {ALL: Twin("critic with adapters", tensor=4, settings=NO_SP, base_of="adapters")},
+    {
+        FIRST: Twin("adapters with magnitudes", data=2, budget=20),
+        SECOND: Twin("adapters with magnitudes", tensor=2, settings=SP | RECOMPUTED),
+    },
+    {
+        FIRST: Twin("few magnitudes", pipe=2, settings=RECOMPUTED),
+        SECOND: Twin("few magnitudes", tensor=2, settings=NO_SP, base_of="adapters with magnitudes"),
+    },
+    {ALL: Twin("adapters with magnitudes", tensor=4, settings=SP)},  # copies of key-value heads
+    {
+        FIRST: Twin("adapters with magnitudes", tensor=2, settings=SP | BF16),
+        SECOND: Twin("adapters with magnitudes", data=2, settings=BF16),
+    },
     {ALL: Twin("experts with adapters", data=2, expert=2, tensor=2, base_of="experts with adapters")},
 ]
 """The same for models with adapters."""
@@ -290,7 +311,7 @@ def initial_weights(node: str, checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def save_checkpoint(path: Path) -> None:
     """Save the models that nodes start from."""
-    kit.model().save(str(path))()
+    kit.with_biases(kit.model()).save(str(path))()
     kit.model(architecture=EXPERTS).save(str(path / "experts"))()
 
 

@@ -47,7 +47,7 @@ CASES = [
         "megatron", "d4t4p2", 0, TIED, LORA | {"sequence_parallel": True, "activation_checkpointing": True}
     ),
     kit.Case("megatron", "d8t2c2e8", 0, EXPERTS, LORA),
-    kit.Case("megatron", "d8t4", 3, TIED, LORA),
+    kit.Case("megatron", "d8t4", 3, TIED, {"lora": {"r": 16, "dora": True}}),
     *(
         kit.Case("torch", layout, 21, TIED, {"zero_stage": stage, "tokens_per_microbatch": 512})
         for stage, layout in ((3, "d64"), (2, "d64"), (1, "d64r4"))

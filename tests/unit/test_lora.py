@@ -47,7 +47,7 @@ CALL = kit.CALLS["token-mean"]
 def base(tmp_path_factory):
     """Return a checkpoint of the base model."""
     path = tmp_path_factory.mktemp("base")
-    kit.model().save(str(path))()
+    kit.with_biases(kit.model()).save(str(path))()
     return str(path)
 
 

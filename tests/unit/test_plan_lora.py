@@ -220,7 +220,6 @@ def test_routes_have_the_adapters_alone():
                 rf"actor\.lora\.{text}, but the megatron backend cannot train that; set .*backend=torch",
             )
             for options, text in (
-                ({"dora": True}, "dora is set"),
                 ({"targets": ("q_proj", "lm_head")}, "targets has lm_head"),
                 ({"base": "nf4"}, "base is nf4"),
             )

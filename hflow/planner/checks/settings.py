@@ -330,7 +330,6 @@ def _check_lora_options(name: str, config: ModelConfig, shape: ModelShape | None
             f"{key}.dora=false"
         )
     asked = {
-        f"{key}.dora is set": lora.dora,
         f"{key}.targets has {outer}": outer is not None,
         f"{key}.base is {lora.base}": lora.base is not None,
     }

@@ -70,7 +70,7 @@ class BackendTraits:
     shares_base: bool = False
     """Whether an engine serves several models with adapters on one base (`models.NAME.base_of`)."""
     has_all_adapters: bool = False
-    """Whether these may be DoRA, of embedding and output matrix, and beside matrices in 4 bits."""
+    """Whether these may be of embedding and output matrix, and beside matrices in 4 bits."""
     chooses_kernels: bool = False
     """Whether different kernels can compute its layers (`models.NAME.kernels`)."""
     compiles_layers: bool = False

@@ -55,7 +55,9 @@ def train_step(rank: Rank, batch: MicroBatch) -> Items:
 def infer_step(rank: Rank, batch: MicroBatch) -> Items:
     """Return the peak of an infer node beyond the model state."""
     layer = activations.layer_without_gradient(rank, batch.tokens, pads=batch.pads)
-    moments = [item(MemoryCategory.ACTIVATIONS, layer) + _fp8_weights(rank, num_layers=1, num_layouts=1)]
+    weights = _fp8_weights(rank, num_layers=1, num_layouts=1)
+    measured = item(MemoryCategory.BUFFERS, activations.measured_matrix(rank), activations.MEASURED)
+    moments = [item(MemoryCategory.ACTIVATIONS, layer) + weights + measured]
     if rank.is_last_stage:
         logits = activations.logits(rank, batch, num_tiles=1)
         moments.append(_head(rank, batch) + item(MemoryCategory.LOGITS, logits))
@@ -87,6 +89,7 @@ def _train_moments(rank: Rank, batch: MicroBatch) -> Iterator[Items]:
             + activations.trained_logits(rank, batch, rank.width * rank.trained.output)
         )
     needed = activations.backward_buffers(rank, batch, NUM_MLP_BACKWARD)
+    needed = max(needed, activations.measured_matrix(rank))  # when the last layer's forward pass measures
     buffers = item(MemoryCategory.BUFFERS, needed, "backward buffers")
     if is_recomputed:
         buffers += weights

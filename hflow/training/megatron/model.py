@@ -40,7 +40,7 @@ from hflow.models.settings import ModelSettings
 from hflow.shapes.model_shape import ModelShape, adapted_shape, adapter_targets
 from hflow.training.fsdp.build import HEADS, check_choice
 from hflow.training.loop.logprobs import OutputMatrix
-from hflow.training.megatron.adapters import add_adapters
+from hflow.training.megatron.adapters import add_adapters, set_magnitudes
 from hflow.training.megatron.attention import PackedInputs, rotary_frequencies
 from hflow.training.megatron.checkpoint_reader import load_parameters, open_weights
 from hflow.training.megatron.config import block_spec, transformer_config
@@ -235,6 +235,7 @@ def build_stage(settings: ModelSettings, parallel: ParallelState, owner: Stage |
         tensors = dict(stage.module.named_parameters())
         with open_weights(settings, shape, parameters) as read:
             load_parameters(parameters, tensors, read)
+    set_magnitudes(stage.module)
     stage.module.requires_grad_(False)
     for row in stage.parameters:
         tensors[row.name].requires_grad_(settings.trainable)
@@ -278,7 +279,8 @@ def _uninitialized_stage(
     )
     trained, lora = shape, settings.lora
     if lora is not None:
-        trained = adapted_shape(shape, lora.r, lora.chosen(adapter_targets(shape)))
+        targets = lora.chosen(adapter_targets(shape))
+        trained = adapted_shape(shape, lora.r, targets, has_magnitudes=lora.dora)
         with torch.device(device):
             add_adapters(module, adapted_linears(trained, position, kernels), lora.scale)
     if parallel.is_first_stage:
@@ -316,7 +318,7 @@ class _PackedModel(GPTModel):  # type: ignore[misc]  # megatron has no types
     """A GPT model that returns hidden states. Its head runs only on the rows that a node needs."""
 
     def _is_in_embd_group(self) -> bool:
-        """Return False: both copies of a tied matrix are loaded, so that one need not send it to the other."""
+        """Return False: both copies of a tied matrix are loaded, so none is sent to the other stage."""
         return False
 
     def _preprocess(self, *, packed_seq_params: PackedInputs, **others: Any) -> tuple[Tensor | None, ...]:

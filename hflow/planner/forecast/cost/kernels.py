@@ -220,7 +220,10 @@ def _matrix_bytes(replica: ReplicaCosts, num: int, layer_passes: int) -> float:
     if lora is None:
         return 0.0
     forwards, backwards = (layer_passes - 2, 1) if layer_passes > 1 else (1, 0)
-    traffic = num * forwards * 3 * width * sum(measured_matrices(replica.trained_shape)) if lora.dora else 0.0
+    traffic = 0.0
+    if lora.dora:
+        matrices = sum(measured_matrices(replica.trained_shape)) / replica.layout.tensor
+        traffic = num * forwards * 3 * width * matrices
     if lora.base is not None:
         matrices = sum(spec.numel for spec in layer_template(replica.shape) if spec.is_quantizable)
         traffic += num * (forwards + backwards) * (0.5 + width) * matrices

@@ -32,7 +32,14 @@ from hflow.planner.forecast.cost.flops import (
 from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
 from hflow.planner.forecast.memory.rank import FP32_BYTES, stage_sizes
 from hflow.shapes.layout import Layout, stage_layers
-from hflow.shapes.model_shape import ModelShape, equal_layers, expert_layers, layer_template
+from hflow.shapes.model_shape import (
+    MAGNITUDE,
+    A,
+    ModelShape,
+    equal_layers,
+    expert_layers,
+    layer_template,
+)
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
 Ranks = Literal[
@@ -181,7 +188,7 @@ def _adapter_exchanges(
     """Yield the exchanges of tensor ranks between the two matrices of adapters, r numbers for each token.
 
     Those of matrices that have the same input are exchanged together. Where ranks divide outputs, gradients
-    are summed; where they divide inputs, the numbers themselves.
+    are summed; where they divide inputs, the numbers themselves, and with DoRA the squares of rows.
     """
     row = work.rows / passes.num * replica.itemsize
     layers = stage_layers(replica.shape.num_layers, replica.layout.pipe)[stage]
@@ -190,13 +197,15 @@ def _adapter_exchanges(
         backward = passes.num * passes.backward * (last - first)
         sizes: dict[tuple[str, bool], int] = {}
         """(Attention or MLP, whether ranks divide inputs) -> numbers of a token."""
-        template = layer_template(replica.trained_shape, first)
-        for a, b in zip(template[::2], template[1::2], strict=True):
-            linear = a.name.split(".")[-4], a.split_axis is not None
-            sizes[linear] = sizes.get(linear, 0) + a.shape[0]
-            if b.may_repeat and _num_head_copies(replica) > 1:
-                head = b.numel // b.split_units * replica.itemsize
+        for spec in layer_template(replica.trained_shape, first):
+            if spec.name.endswith(A):
+                linear = spec.name.split(".")[-4], spec.split_axis is not None
+                sizes[linear] = sizes.get(linear, 0) + spec.shape[0]
+            elif spec.may_repeat and _num_head_copies(replica) > 1:
+                head = spec.numel // spec.split_units * replica.itemsize
                 yield Collectives("all-reduce", "head copies", head, backward)
+            if spec.name.endswith(MAGNITUDE) and spec.split_axis is None:
+                yield Collectives("all-reduce", "tensor", FP32_BYTES * spec.numel, forward)
         for (_, divides_inputs), size in sizes.items():
             scatters, gathers = (forward, backward) if divides_inputs else (backward, forward)
             if replica.token_share == 1:

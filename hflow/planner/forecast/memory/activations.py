@@ -35,6 +35,9 @@ NUM_COPIED = 2
 """Inputs of layers, besides that of the one that computes, which are on their way to the host
 (`models/host_offload.py`)."""
 
+MEASURED = "matrix whose rows are measured"
+"""The memory item of what `measured_matrix` returns."""
+
 
 def kept_by_layer(rank: Rank, batch: MicroBatch, num_mlp: int = 4, num_routed: int = 2) -> int:
     """Return the bytes that autograd keeps of one decoder layer until its backward pass.
@@ -61,15 +64,17 @@ def kept_by_adapters(rank: Rank, batch: MicroBatch) -> int:
         return 0
     specs = layer_template(rank.trained_shape)
     low = sum(spec.shape[0] for spec in specs if spec.name.endswith(A))
-    outputs = sum(spec.numel for spec in specs if spec.name.endswith(MAGNITUDE))
-    return rank.width * (low + outputs) * batch.tokens
+    outputs = 0.0
+    for spec in (spec for spec in specs if spec.name.endswith(MAGNITUDE)):
+        outputs += spec.numel / (rank.token_share if spec.split_axis is None else rank.tensor)
+    return round(rank.width * (low + outputs) * batch.tokens)
 
 
 def measured_matrix(rank: Rank) -> int:
     """Return the bytes of the largest matrix whose rows DoRA measures, with its adapter; 0 without DoRA."""
     if rank.config.lora is None or not rank.config.lora.dora:
         return 0
-    return rank.width * max(measured_matrices(rank.trained_shape))
+    return rank.width * max(measured_matrices(rank.trained_shape)) // rank.tensor
 
 
 def whole_matrix(rank: Rank) -> int:
