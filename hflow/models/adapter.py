@@ -134,7 +134,7 @@ def row_lengths(
             none.
     """
     moved = torch.addmm(weight, b, a, alpha=scale)
-    lengths = torch.linalg.vector_norm(moved, dim=1)
+    lengths: Tensor = torch.linalg.vector_norm(moved, dim=1)
     if column_ranks is None:
         return lengths
     squares = lengths.float().square()
@@ -360,7 +360,7 @@ def _peft_config(model: PreTrainedModel, settings: ModelSettings) -> PeftConfig:
         target_modules=wanted,
         exclude_modules=_outside_language_model(model),
         task_type="CAUSAL_LM",
-        base_model_name_or_path=settings.path if base is None else base.name,
+        base_model_name_or_path=settings.base or settings.path if base is None else base.name,
         revision=None if base is None else base.revision,
     )
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from pathlib import Path
 
 from hflow.models.hub import fetch_description, fetch_model, hub_model
+from hflow.models.merged import is_adapter
 from hflow.workers.interface import WorkerSetup
 
 
@@ -24,7 +26,8 @@ def with_local_models(setup: WorkerSetup, hosted: Collection[str]) -> WorkerSetu
         if settings.path is not None:
             fetch = fetch_model if name in hosted else fetch_description
             path = str(fetch(settings.path, f"models.{name}.path"))
-            base = settings.path if hub_model(settings.path) else None
+            is_made = hub_model(settings.path) is not None or is_adapter(Path(settings.path))
+            base = settings.path if is_made else None
             models[name] = replace(settings, path=path, base=base)
     for name, tokenizer in setup.tokenizers.items():
         if tokenizer.path is not None:

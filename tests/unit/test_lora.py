@@ -40,7 +40,7 @@ if find_spec("bitsandbytes") is not None:
     VARIANTS["rounded dora"] = dataclasses.replace(LORA, base="nf4", dora=True)
 BATCH = kit.make_batch(kit.LENGTHS)
 OPTIONS = {"max_model_len": 64}
-CALL = kit.CALLS["token-mean"]
+CALL, VALUES = kit.CALLS["token-mean"], kit.call(lambda out: out.values, "token", [])
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +181,12 @@ def test_the_head_of_a_critic_is_trained_with_its_adapters(base, tmp_path):
     critic.save(str(tmp_path))()
     critic.save_shards(str(tmp_path / "shards"))()
     assert (tmp_path / "value_head.safetensors").is_file()
+    merge_adapter(tmp_path, tmp_path / "merged")
+    whole = kit.model(path=str(tmp_path / "merged"), architecture=None, head="value", trainable=False)
+    found, wanted = (
+        backend.infer(VALUES, [BATCH])[0].columns["result"].values for backend in (whole, critic)
+    )
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
     again = adapted(base, head="value", seed=9)
     again.load_shards(str(tmp_path / "shards"))
     for name, x in kit.weights(critic).items():

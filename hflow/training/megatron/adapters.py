@@ -211,8 +211,9 @@ def set_magnitudes(stage: nn.Module) -> None:
 
     May be a collective over the tensor ranks.
     """
-    for layer in stage.modules():
-        adapters: Any = layer._modules.get("adapters")
+    for module in stage.modules():
+        layer: Any = module
+        adapters = layer._modules.get("adapters")
         if isinstance(adapters, LinearAdapters) and adapters.has_magnitudes:
             adapters.set_magnitudes(layer.weight)
 

@@ -57,12 +57,13 @@ class MegatronModel(ModelBackend):
         """
         self.settings = settings
         base = None if owner is None else owner._stage
-        self._stage = stage = build_stage(settings, ParallelState.of(position), base)
+        self._stage: Stage = build_stage(settings, ParallelState.of(position), base)
+        stage = self._stage
         self._optimizer = MegatronOptimizer(stage, settings) if settings.trainable else None
         schedule = _make_schedule(stage, self._optimizer, settings.offload_activations)
         splitter, balance = _make_splitter(stage, settings), _make_balance(stage, settings)
         self._runner = MegatronRunner(stage, schedule, splitter, balance)
-        self._offload = _make_offload(
+        self._offload: HostOffload = _make_offload(
             stage, self._optimizer, settings.offload, None if owner is None else owner._offload
         )
         self._offload.start()
