@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from hflow.models.hub import fetch_description, fetch_model, hub_model
-from hflow.models.merged import is_adapter
 from hflow.workers.interface import WorkerSetup
 
 
@@ -26,8 +25,8 @@ def with_local_models(setup: WorkerSetup, hosted: Collection[str]) -> WorkerSetu
         if settings.path is not None:
             fetch = fetch_model if name in hosted else fetch_description
             path = str(fetch(settings.path, f"models.{name}.path"))
-            is_made = hub_model(settings.path) is not None or is_adapter(Path(settings.path))
-            base = settings.path if is_made else None
+            is_adapter = path != settings.path and Path(settings.path).is_dir()
+            base = settings.path if is_adapter or hub_model(settings.path) else None
             models[name] = replace(settings, path=path, base=base)
     for name, tokenizer in setup.tokenizers.items():
         if tokenizer.path is not None:
