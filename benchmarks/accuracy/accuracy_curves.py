@@ -28,16 +28,16 @@ ROOT = Path(__file__).parents[2]
 POLICIES = ("actor_train", "cispo_train", "sapo_train", "vespo_train", "high_entropy_train")
 PREFERENCES = ("sigmoid", "ipo", "hinge", "nca_pair", "apo_zero")
 LORA = ("models.actor.lora={r: 16, alpha: 32}", "models.actor.optim.lr=3e-3")
-MEGATRON = ("models.actor.backend=megatron", "models.actor.layout=d1t2p1", "cluster=cpu-1x2", "workers=ray")
+DORA, MEGATRON = (*LORA, "models.actor.lora.dora=true"), "models.actor.backend=megatron"
 UPDATES = {
     "adamw": (),
     "muon": ("models.actor.optim.name=muon",),
     "lora": LORA,
-    "lora, megatron t2": (*LORA, *MEGATRON),
-    "dora": (*LORA, "models.actor.lora.dora=true"),
-    "dora, megatron t2": (*LORA, "models.actor.lora.dora=true", *MEGATRON),
+    "lora, megatron": (*LORA, MEGATRON),
+    "dora": DORA,
+    "dora, megatron": (*DORA, MEGATRON),
 }
-"""Name -> settings."""
+"""What is trained and how -> settings. With AdamW it is the first of the policies."""
 TASKS: dict[str, dict[str, tuple[str, ...]]] = {
     "policies": dict.fromkeys(POLICIES, ()),
     "preferences": {loss: (f"nodes.dpo.loss={loss}",) for loss in PREFERENCES},
@@ -90,7 +90,7 @@ def draw(summary: dict[str, dict[str, Any]], path: Path) -> None:
     figure, panels = plt.subplots(1, len(summary), figsize=(15.0, 3.8), layout="constrained", sharey=True)
     for axes, (task, cases) in zip(panels, summary.items(), strict=True):
         for case, curve in cases.items():
-            axes.plot(curve["steps"], curve["accuracy"], label=case, linestyle="--" if "t2" in case else "-")
+            axes.plot(curve["steps"], curve["accuracy"], label=case, linestyle="--" if "megatron" in case else "-")
         axes.set(xlabel="step", title=f"held-out accuracy, {task}")
         axes.grid(alpha=0.3)
         axes.legend()

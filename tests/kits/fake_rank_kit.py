@@ -230,7 +230,7 @@ def replace_in_torch() -> None:
     DeviceMesh.from_group = staticmethod(real_mesh)  # type: ignore[method-assign]
     # Ranks agree on the number of their micro-batches, and on the samples and tokens of a minibatch.
     MicrobatchSplitter._agree = lambda self, merged, splits: [  # type: ignore[method-assign]
-        [len(split), *[1] * len(_UNITS)] for split in splits
+        [len(split), 0, *[1] * len(_UNITS)] for split in splits
     ]
     StepRecord.finish = lambda self, group: {}  # type: ignore[method-assign]  # metrics have no values
 
