@@ -90,7 +90,8 @@ def draw(summary: dict[str, dict[str, Any]], path: Path) -> None:
     figure, panels = plt.subplots(1, len(summary), figsize=(15.0, 3.8), layout="constrained", sharey=True)
     for axes, (task, cases) in zip(panels, summary.items(), strict=True):
         for case, curve in cases.items():
-            axes.plot(curve["steps"], curve["accuracy"], label=case, linestyle="--" if "megatron" in case else "-")
+            style = "--" if "megatron" in case else "-"
+            axes.plot(curve["steps"], curve["accuracy"], label=case, linestyle=style)
         axes.set(xlabel="step", title=f"held-out accuracy, {task}")
         axes.grid(alpha=0.3)
         axes.legend()
