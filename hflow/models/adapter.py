@@ -30,7 +30,6 @@ from hflow.config.schema import ALL_LINEAR
 from hflow.models.dtypes import DTYPES
 from hflow.models.heads import head_prefix, save_head
 from hflow.models.hf_config import family_of
-from hflow.models.hub import hub_model
 from hflow.models.nf4 import Nf4Linear, rounded
 from hflow.models.settings import ModelSettings
 from hflow.shapes.model_shape import EMBEDDING, MAGNITUDE, OUTPUT
@@ -351,7 +350,9 @@ def _peft_config(model: PreTrainedModel, settings: ModelSettings) -> PeftConfig:
                 f"models.{settings.name}.lora.targets: the model has no module {name!r}"
                 f"{nearest(name, targets)} (known: {ALL_LINEAR}, {', '.join(sorted(targets))})"
             )
-    base = hub_model(settings.base)
+    base, revision = settings.base or settings.path, None
+    if settings.base is not None and not Path(settings.base).is_dir():  # a model of the Hub, with its commit
+        base, _, revision = settings.base.partition("@")
     return LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
@@ -360,8 +361,8 @@ def _peft_config(model: PreTrainedModel, settings: ModelSettings) -> PeftConfig:
         target_modules=wanted,
         exclude_modules=_outside_language_model(model),
         task_type="CAUSAL_LM",
-        base_model_name_or_path=settings.base or settings.path if base is None else base.name,
-        revision=None if base is None else base.revision,
+        base_model_name_or_path=base,
+        revision=revision or None,
     )
 
 
