@@ -134,9 +134,18 @@ class GenConfig:
     """`fp8`: a vLLM engine quantises the matrices of decoder layers whenever it loads weights, in blocks of
     128 x 128 with a scale each. Embeddings, output matrix, norms, biases and routers keep the model's dtype.
     Null: the engine computes in the model's dtype."""
+    cache_dtype: Literal["fp8"] | None = None
+    """`fp8`: a vLLM engine keeps keys and values in FP8 (E4M3) without a scale, so that 448 is the largest.
+    Null: it keeps them in the model's dtype."""
     cache_gib: StrictFloat | None = Field(default=None, gt=0)
     """KV cache of each rank of an engine, in GiB; null: what the load needs, as far as the memory of the
     device allows. On a CPU the embedded engine has a slot for each of `max_running` sequences instead."""
+
+    @property
+    def precisions(self) -> dict[str, str]:
+        """The keys by which an engine rounds to less than the model's dtype, where they are set."""
+        keys = {"quantization": self.quantization, "cache_dtype": self.cache_dtype}
+        return {key: value for key, value in keys.items() if value is not None}
 
 
 @dataclass(frozen=True, config=CHECKED)

@@ -189,6 +189,7 @@ NF4_BLOCK, NF4_NESTED_BLOCK = 64, 256
 ADAPTER_ENDS = (A, B, MAGNITUDE, EMBEDDING_A, EMBEDDING_B)
 
 DTYPE_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2}
+CACHE_BYTES: Mapping[str, int] = {**DTYPE_BYTES, "fp8": 1}
 """Bytes of one entry by dtype."""
 
 

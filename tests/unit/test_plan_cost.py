@@ -897,6 +897,16 @@ def test_a_quantised_engine_reads_a_byte_a_weight_and_multiplies_in_fp8():
     assert fast == pytest.approx(slow / 2)
 
 
+def test_an_engine_reads_a_byte_for_each_number_of_a_cache_in_fp8():
+    plain, small = (
+        side(backend="vllm", dtype="bf16", cache_dtype=x, hardware=FP8_TOY, host=HostTimes())
+        for x in (None, "fp8")
+    )
+    assert decode_step(small, 1, 0) == decode_step(plain, 1, 0)
+    caches = [decode_step(one, 1, 1e4).seconds - decode_step(one, 1, 0).seconds for one in (plain, small)]
+    assert caches[0] == pytest.approx(2 * caches[1])
+
+
 def test_a_device_without_fp8_multiplies_quantised_weights_in_the_compute_dtype():
     engine = side(backend="vllm", dtype="bf16", quantization="fp8", host=HostTimes())
     assert decode_step(engine, 1e4, 0).seconds == pytest.approx(2 * 1e4 * 153_856 / 2e12)

@@ -462,6 +462,12 @@ def test_quantised_weights_take_a_byte_and_their_scales():
     assert plain - quantized == experts - -(-4 * experts // 128**2)
 
 
+def test_a_cache_in_fp8_takes_a_byte_for_each_number():
+    plain, small = (vllm_memory.block_bytes(vllm_rank(cache_dtype=x)) for x in (None, "fp8"))
+    assert (plain, small) == (16 * 2 * 2 * 32 * 4_096, 16 * 2 * 32 * 4_096)
+    assert parts.engine_weights(vllm_rank(cache_dtype="fp8")) == 2 * NUM_7B
+
+
 def test_a_quantised_layer_is_loaded_in_bf16_and_quantised_beside_it():
     # Gate and up: 2 bytes as they arrived and as assembled, the result, and copies that are padded.
     mlp, vocab = 2 * 11_008 * 4_096, 2 * 32_000 * 4_096

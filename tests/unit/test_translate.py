@@ -158,6 +158,14 @@ def test_megatron_options_for_fp8_that_vetrainer_factor_on_are_named() -> None:
     assert entries[key.replace("fp8", "fp7")].reason == "unknown"
 
 
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2"])
+def test_a_cache_in_fp8_that_verl_passes_to_vllm(dtype: str) -> None:
+    key = "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype"
+    draft, entries = translated(VERL, {**VERL.defaults, key: dtype})
+    found = draft.settings.get("models.actor.gen.cache_dtype"), entries[key].reason
+    assert found == (("fp8", "differs") if dtype == "fp8" else (None, "unknown"))
+
+
 @BY_NAME
 def test_every_key_has_one_row_and_every_row_a_key(peer: Peer) -> None:
     rows = [row.key for row in peer.rows]

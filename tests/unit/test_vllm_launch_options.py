@@ -51,6 +51,17 @@ def test_fp8_spares_the_routers_of_experts() -> None:
     assert not any(fnmatch(f"{layer}.{name}", pattern) for name in ("gate_up_proj", "gate_proj", "experts"))
 
 
+def test_a_cache_in_fp8_has_half_the_blocks_bytes() -> None:
+    assert "kv_cache_dtype" not in arguments("cuda")
+    assert arguments("cuda", cache_dtype="fp8")["kv_cache_dtype"] == "fp8"
+    setups = [
+        EngineSetup(replace(SETTINGS, dtype="bf16"), {"max_running": 4, **x})
+        for x in ({}, {"cache_dtype": "fp8"})
+    ]
+    plain, small = (engine_arguments(setup, "model", 64)["kv_cache_memory_bytes"] for setup in setups)
+    assert plain == 2 * small
+
+
 def test_adapters_have_buffers_of_the_next_rank_in_targeted_layers_only() -> None:
     settings = replace(SETTINGS, lora=LoraConfig(r=12, targets=("q_proj", "up_proj")))
     options = {"max_running": 4, "cache_bytes": 1 << 20}
@@ -75,7 +86,7 @@ def test_vllms_server_reads_the_same_arguments(device: str) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     parser = EngineArgs.add_cli_args(argparse.FlexibleArgumentParser())
-    found = arguments(device, max_running=600, quantization="fp8")
+    found = arguments(device, max_running=600, quantization="fp8", cache_dtype="fp8")
     found |= model_overrides(setup_of("qwen3_vl"))
     read = vars(parser.parse_args(command_line(found)))
     ignored = found.pop("quantization_config")

@@ -164,25 +164,27 @@ def check(served: ServedModel) -> Iterator[str]:
 
 
 def _unquantizable(served: ServedModel, shape: ModelShape) -> Iterator[str]:
-    """Yield reasons why vLLM cannot quantise the weights as configured."""
+    """Yield reasons why vLLM cannot quantise the weights, or its KV cache, as configured."""
     config, device = served.config, served.hardware.device
-    key, asked = f"models.{served.replica.model}", config.gen.quantization
-    if asked is None:
+    key = f"models.{served.replica.model}"
+    for name, precision in config.gen.precisions.items():
+        setting, without = f"{key}.gen.{name} is {precision}", f"{key}.gen.{name}=null"
+        if config.compute_dtype != "bf16":
+            yield f"{setting}, but vllm quantises models in bf16. Set {key}.dtype=bf16, or {without}."
+        if is_gpu(device.type) and precision not in device.tflops:
+            yield (
+                f"{setting}, but {device.name} does not compute in {precision}, unlike NVIDIA GPUs of compute "
+                f"capability 8.9 and later (L40S, H100, B200). Set {without}."
+            )
+    if (asked := config.gen.quantization) is None:
         return
     setting, without = f"{key}.gen.quantization is {asked}", f"{key}.gen.quantization=null"
     if shape.vision is not None:
         yield f"{setting}, but models that see are not quantised yet. Set {without}."
-    if config.compute_dtype != "bf16":
-        yield f"{setting}, but vllm quantises models in bf16. Set {key}.dtype=bf16, or {without}."
     if config.lora is not None and (merging := find_merging(served)) is not None:
         yield (
             f"{setting}, but adapters would be merged, which quantised weights do not allow: {merging}. "
             f"Set {without}."
-        )
-    if is_gpu(device.type) and asked not in device.tflops:
-        yield (
-            f"{setting}, but {device.name} does not compute in {asked}, unlike NVIDIA GPUs of compute "
-            f"capability 8.9 and later (L40S, H100, B200). Set {without}."
         )
     if shape.experts is not None:
         sizes = shape.hidden, shape.experts.intermediate // served.replica.layout.tensor

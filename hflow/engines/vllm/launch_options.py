@@ -33,6 +33,8 @@ _QUANTIZATIONS: Mapping[str | None, Mapping[str, Any]] = {
     "fp8": {"quantization": "fp8_per_block", "quantization_config": {"ignore": ["*.gate"]}},
 }
 """`models.NAME.gen.quantization` -> the arguments of vLLM's engine."""
+_CACHE_DTYPES: Mapping[str | None, Mapping[str, Any]] = {None: {}, "fp8": {"kv_cache_dtype": "fp8"}}
+"""`models.NAME.gen.cache_dtype` -> the arguments of vLLM's engine."""
 _UNUSED_FRACTION = 0.01
 """`gpu_memory_utilization` where the size of the cache is given. vLLM does not start where less than the
 fraction is free, although it does not size the cache by it."""
@@ -97,6 +99,7 @@ def engine_arguments(setup: EngineSetup, directory: str, max_length: int) -> dic
         "worker_extension_cls": _RANK_EXTENSION,
         **({} if on_cpu else _cuda_options(max_running)),
         **_QUANTIZATIONS[setup.options.get("quantization")],
+        **_CACHE_DTYPES[setup.options.get("cache_dtype")],
         **(_recording(on_cpu) if ROUTED_EXPERTS in setup.records else {}),
         **_adapters(setup),
         **_memory(setup, max_running, max_length),
@@ -166,7 +169,7 @@ def _memory(setup: EngineSetup, max_running: int, max_length: int) -> dict[str, 
     if cache is None and setup.settings.device == "cpu":
         cache = cache_without_plan(
             read_config(setup.settings).get_text_config(),
-            setup.settings.dtype,
+            setup.options.get("cache_dtype") or setup.settings.dtype,
             max_running,
             max_length,
             setup.tensor,

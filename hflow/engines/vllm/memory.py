@@ -27,7 +27,7 @@ from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
 from hflow.planner.forecast.memory.transfer import largest_tensor
 from hflow.planner.plan.forecast import MemoryCategory
 from hflow.planner.plan.hardware import GIB
-from hflow.shapes.model_shape import DTYPE_BYTES, TensorSpec, cached_tokens, tensors
+from hflow.shapes.model_shape import CACHE_BYTES, TensorSpec, cached_tokens, tensors
 
 CPU_BLOCK_TOKENS = 128
 """Tokens of a block of the KV cache on a CPU (vLLM's default)."""
@@ -81,7 +81,7 @@ def cache_without_plan(config: Any, dtype: str, max_running: int, max_length: in
 
     Args:
         config: the HF config of the language model.
-        dtype: `fp32` or `bf16`.
+        dtype: of the cache: `fp32`, `bf16` or `fp8`.
         max_running: sequences that run at once.
         max_length: tokens of the longest.
         tensor: tensor ranks, which share the key-value heads.
@@ -89,7 +89,7 @@ def cache_without_plan(config: Any, dtype: str, max_running: int, max_length: in
     num_heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     heads = -(-(getattr(config, "num_key_value_heads", None) or num_heads) // tensor)
-    block = CPU_BLOCK_TOKENS * 2 * config.num_hidden_layers * heads * head_size * DTYPE_BYTES[dtype]
+    block = CPU_BLOCK_TOKENS * 2 * config.num_hidden_layers * heads * head_size * CACHE_BYTES[dtype]
     blocks = -(-max_length // CPU_BLOCK_TOKENS)
     return fitting_cache(
         block, max_running * blocks, round(machine_memory() * MACHINE_FRACTION / tensor), block * (1 + blocks)

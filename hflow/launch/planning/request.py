@@ -373,6 +373,7 @@ _LATER_KEYS: Mapping[str, Any] = {
     ".optim.nesterov": None,
     ".optim.groups": [],
     ".gen.quantization": None,
+    ".gen.cache_dtype": None,
     ".fp8": None,
     ".zero_stage": 3,
     ".freeze": None,
@@ -493,7 +494,8 @@ def _quantization_warnings(config: RunConfig, graph: Graph) -> Iterator[str]:
             continue
         name, missing = node.spec.models[0], missing_correction(node)
         model = config.models.get(name, ModelConfig())
-        for key, value in (("gen.quantization", model.gen.quantization), ("fp8", model.fp8)):
+        settings = {f"gen.{key}": value for key, value in model.gen.precisions.items()}
+        for key, value in (settings | {"fp8": model.fp8}).items():
             if value is not None and missing is not None:
                 yield (
                     f"models.{name}.{key}={value} makes the engine draw from another policy than the "

@@ -90,8 +90,8 @@ class BackendTraits:
     schedules_ahead_on: tuple[str, ...] = ()
     """Types of devices on which an engine prepares a decode step while the device computes the one before
     (asynchronous scheduling)."""
-    quantizations: tuple[str, ...] = ()
-    """The values of `gen.quantization` with which an engine quantises weights while it loads them."""
+    precisions: tuple[tuple[str, str], ...] = ()
+    """The keys and values of `gen` by which an engine can round to less than the model's dtype."""
     records: tuple[str, ...] = ()
     """The kinds that an engine records of the requests that ask for them (`types/recorded.py`)."""
     records_up_to_top_k: bool = False

@@ -19,7 +19,7 @@ from hflow.planner.plan.forecast import MemoryCategory
 from hflow.planner.plan.rows import BatchCut, Plan, ScheduledStream
 from hflow.planner.plan.workload import Workload
 from hflow.planner.weights.sharding import padded_units
-from hflow.shapes.model_shape import nf4_bytes
+from hflow.shapes.model_shape import CACHE_BYTES, nf4_bytes
 from hflow.types import Unit
 
 if TYPE_CHECKING:
@@ -239,6 +239,7 @@ def cache_bytes_per_token(rank: Rank) -> int:
 
     The vectors of latent attention are those of all heads, so every tensor rank holds them.
     """
+    width = CACHE_BYTES[rank.config.gen.cache_dtype or rank.config.compute_dtype]
     if rank.shape.latent is not None:
-        return rank.width * rank.sizes.num_layers * rank.shape.latent.cached
-    return 2 * rank.width * rank.sizes.num_layers * rank.key_value_size // rank.tensor
+        return width * rank.sizes.num_layers * rank.shape.latent.cached
+    return 2 * width * rank.sizes.num_layers * rank.key_value_size // rank.tensor
