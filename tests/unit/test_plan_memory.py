@@ -18,7 +18,7 @@ from memory_kit import LLAMA_7B, SMALL, microbatch, named, rank
 from model_configs import model_config
 
 from hflow.base.errors import ConfigError, PlanError
-from hflow.config.schema import WorkloadConfig
+from hflow.config.schema import LoraConfig, WorkloadConfig
 from hflow.engines.embedded import memory as embedded_memory
 from hflow.engines.embedded.cache import SlotCache
 from hflow.engines.embedded.engine import EmbeddedEngine, EngineOptions
@@ -460,6 +460,14 @@ def test_quantised_weights_take_a_byte_and_their_scales():
     # 4 layers: attention 2 x 64 x (4 + 2) x 16, and 8 experts of 3 x 64 x 32. The router of 8 x 64 remains.
     experts = 4 * (12_288 + 8 * 6_144)
     assert plain - quantized == experts - -(-4 * experts // 128**2)
+
+
+def test_an_adapter_of_the_mlp_has_its_product_beside_the_sum():
+    on_mlp, on_attention = (
+        activations.added_by_adapter(rank(SMALL, "d2", lora=LoraConfig(targets=targets)), 10)
+        for targets in (("up_proj",), ("q_proj",))
+    )
+    assert (on_mlp, on_attention, activations.added_by_adapter(rank(SMALL, "d2"), 10)) == (4 * 128 * 10, 0, 0)
 
 
 def test_a_cache_in_fp8_takes_a_byte_for_each_number():

@@ -10,12 +10,17 @@ from pathlib import Path
 
 import forked_python
 import megatron_twins as twins
+import memory_kit
 import pretend_ranks
 import pytest
 import ranks
 import torch
 import torch_kit as kit
 
+from hflow.training.fsdp import memory as torch_memory
+
+ALLOWANCE = 256 << 10
+"""Bytes beyond the plan: positions, rotary tables, masks and norms."""
 CASES = ("pretend_device_cases.py", "colocated_memory_cases.py", "sleep_allocator_cases.py")
 
 
@@ -77,3 +82,24 @@ def test_megatron_on_two_accelerators_is_one_process_on_the_cpu(tmp_path):
             assert weights.keys() == wanted.weights.keys()
             for key, tensor in wanted.weights.items():
                 torch.testing.assert_close(weights[key], tensor, atol=5e-6, rtol=1e-5)
+
+
+@pytest.mark.long
+def test_phases_of_fsdp_fit_on_two_accelerators(tmp_path):
+    """Each rank trains and infers within the bytes that the plan counts, and takes nearly as many."""
+    learned = pretend_ranks.SEQUENCES * pretend_ranks.LENGTH * 3 // 4 // pretend_ranks.MICROBATCHES
+    tokens = pretend_ranks.SEQUENCES * pretend_ranks.LENGTH // pretend_ranks.MICROBATCHES
+    batch = memory_kit.microbatch(tokens, learned, num=pretend_ranks.MICROBATCHES)
+    planned = {}
+    for name, changes in pretend_ranks.MEMORY_CASES.items():
+        rank = memory_kit.rank(
+            memory_kit.shape_of(memory_kit.WIDE), "d2", on_cpu=False, dtype="bf16", **changes
+        )
+        works = torch_memory.train_step(rank, batch), torch_memory.infer_step(rank, batch)
+        planned[name] = tuple(torch_memory.model_state(rank).total() + work.total() for work in works)
+    limits = {name: tuple(num_bytes + ALLOWANCE for num_bytes in phases) for name, phases in planned.items()}
+    ranks.start(pretend_ranks.run_memory, (str(tmp_path), limits), 2)
+    for of_rank in (torch.load(tmp_path / f"{rank}.pt") for rank in range(2)):
+        for name, phases in of_rank.items():
+            shares = [found / wanted for found, wanted in zip(phases, planned[name], strict=True)]
+            assert min(shares) > 0.9, (name, shares)

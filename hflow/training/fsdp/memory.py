@@ -163,6 +163,7 @@ class _Step:
         """Return the activations of a layer's forward pass without gradient."""
         batch = self.batch
         layer = activations.layer_without_gradient(self.rank, batch.tokens, pads=batch.pads)
+        layer += activations.added_by_adapter(self.rank, batch.tokens)
         measured = item(MemoryCategory.BUFFERS, activations.measured_matrix(self.rank), MEASURED)
         return item(MemoryCategory.ACTIVATIONS, layer) + measured + self._whole_matrix()
 

@@ -65,6 +65,14 @@ def kept_by_adapters(rank: Rank, batch: MicroBatch) -> int:
     return rank.width * (low + outputs) * batch.tokens
 
 
+def added_by_adapter(rank: Rank, tokens: int) -> int:
+    """Return the bytes of what an adapter of the MLP's first matrices adds, beside the sum."""
+    adapter = rank.trained_shape.adapter
+    if adapter is None or "up_proj" not in adapter.targets:
+        return 0
+    return rank.width * _most_mlp_rows(rank.shape) * tokens
+
+
 def measured_matrix(rank: Rank) -> int:
     """Return the bytes of the largest matrix whose rows DoRA measures, with its adapter; 0 without DoRA."""
     if rank.config.lora is None or not rank.config.lora.dora:
