@@ -3,8 +3,8 @@
 python -m benchmarks.speed.training_cells [--only TEXT] [--shape tiny] [--out FILE]
 
 Four cells: Qwen3-0.6B with all of its weights, and Qwen3-4B with adapters of rank 16, each with sequences of
-16,384 and of 65,536 tokens. Two more compile the layers of the shorter ones (`compile=true`). A step trains on
-two micro-batches of one sequence, and recomputes activations. Weights are random, so nothing is fetched. The
+16,384 and of 65,536 tokens. Two more compile the layers of the shorter ones (`compile=true`). A step trains
+on two micro-batches of one sequence, and recomputes activations. Weights are random: nothing is fetched. The
 torch backend trains each cell in a process of its own, and its first step is not counted. The public figures
 are those of another trainer, on one H100 with FlashAttention 3. Its MFU counts other operations than hflow's,
 so compare seconds.
