@@ -395,6 +395,15 @@ CACHE = "models.actor.gen.cache_dtype=fp8"
         ),
         ([VLLM], "vllm quantises models in bf16. Set models.actor.dtype=bf16"),
         ([VLLM, "cluster=a100-80g-1x1"], "a100-80g does not compute in fp8"),
+        (
+            [
+                VLLM,
+                "models.actor.path=null",
+                "models.actor.dtype=bf16",
+                "models.actor.architecture.head_dim=80",
+            ],
+            "needs heads of a multiple of 32 for it, and these have 80",
+        ),
     ],
 )
 def test_a_cache_that_cannot_be_in_fp8_is_refused_while_planning(overrides: list[str], reason: str):

@@ -173,9 +173,14 @@ def _unquantizable(served: ServedModel, shape: ModelShape) -> Iterator[str]:
             yield f"{setting}, but vllm quantises models in bf16. Set {key}.dtype=bf16, or {without}."
         if is_gpu(device.type) and precision not in device.tflops:
             yield (
-                f"{setting}, but {device.name} does not compute in {precision}, unlike NVIDIA GPUs of compute "
-                f"capability 8.9 and later (L40S, H100, B200). Set {without}."
+                f"{setting}, but {device.name} does not compute in {precision}, unlike NVIDIA GPUs of "
+                f"compute capability 8.9 and later (L40S, H100, B200). Set {without}."
             )
+    if config.gen.cache_dtype is not None and not is_gpu(device.type) and shape.head_dim % 32:
+        yield (
+            f"{key}.gen.cache_dtype is {config.gen.cache_dtype}, but vllm's attention on CPUs needs heads of "
+            f"a multiple of 32 for it, and these have {shape.head_dim}. Set {key}.gen.cache_dtype=null."
+        )
     if (asked := config.gen.quantization) is None:
         return
     setting, without = f"{key}.gen.quantization is {asked}", f"{key}.gen.quantization=null"
