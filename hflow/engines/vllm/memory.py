@@ -81,7 +81,7 @@ def cache_without_plan(config: Any, dtype: str, max_running: int, max_length: in
 
     Args:
         config: the HF config of the language model.
-        dtype: of the cache: `fp32`, `bf16` or `fp8`.
+        dtype: the cache's: `fp32`, `bf16` or `fp8`.
         max_running: sequences that run at once.
         max_length: tokens of the longest.
         tensor: tensor ranks, which share the key-value heads.
