@@ -41,6 +41,7 @@ ALL_LINEAR = "all-linear"
 """The value of `LoraConfig.targets` that means every matrix of the decoder layers."""
 OPEN_SETTINGS = (
     "schedule.max_concurrent",
+    "models.NAME.backend",
     "models.NAME.tokens_per_microbatch",
     "models.NAME.activation_checkpointing",
     "models.NAME.offload",
@@ -225,7 +226,8 @@ class ModelConfig:
     must use them."""
     backend: str = "torch"
     """The backend for training and inference: `torch` (transformers, data parallelism by FSDP2) or `megatron`
-    (megatron-core: tensor, pipeline and data parallelism)."""
+    (megatron-core: tensor, pipeline and data parallelism). null: `torch`, but on GPUs `megatron` for all
+    models that leave it open if it is installed, can run them, and makes a step at least 5 % shorter."""
     layout: str | None = None
     """Layout of the replica that trains or infers, such as `d2t2p1`; null: the plan decides."""
     group: str | None = None

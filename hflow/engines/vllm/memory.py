@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from hflow.base.machine_memory import machine_memory
 from hflow.planner.forecast.memory import activations
@@ -27,7 +27,7 @@ from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
 from hflow.planner.forecast.memory.transfer import largest_tensor
 from hflow.planner.plan.forecast import MemoryCategory
 from hflow.planner.plan.hardware import GIB
-from hflow.shapes.model_shape import DTYPE_BYTES, TensorSpec, cached_tokens, tensors
+from hflow.shapes.model_shape import DTYPE_BYTES, ModelShape, TensorSpec, cached_tokens, tensors
 
 CPU_BLOCK_TOKENS = 128
 """Tokens of a block of the KV cache on a CPU (vLLM's default)."""
@@ -170,10 +170,7 @@ def layer_being_loaded(rank: Rank, num_parts: int) -> Items:
     if rank.config.lora is not None and not rank.replica.merges_adapters:
         scaled = (rank.width + SCALE_BYTES) * largest_tensor(rank.trained_shape)
         return item(MemoryCategory.BUFFERS, scaled, "adapter being loaded")
-    modules: dict[str, list[TensorSpec]] = {}
-    for spec in tensors(rank.shape):
-        modules.setdefault(_module_name(spec.name), []).append(spec)
-    peak = max(_module_being_loaded(rank, specs, num_parts) for specs in modules.values())
+    peak = max(_module_being_loaded(rank, module, num_parts) for module in _modules(rank.shape))
     items = item(MemoryCategory.BUFFERS, peak, "layer being loaded")
     if not rank.replica.merges_adapters:
         return items
@@ -182,16 +179,37 @@ def layer_being_loaded(rank: Rank, num_parts: int) -> Items:
     return items + item(MemoryCategory.BUFFERS, merged, "merged adapter")
 
 
-def _module_being_loaded(rank: Rank, specs: Sequence[TensorSpec], num_parts: int) -> int:
+class _Module(NamedTuple):
+    """The tensors that vLLM loads together."""
+
+    num: int
+    """Entries of all of them."""
+    num_experts: int
+    is_quantizable: bool
+
+
+@lru_cache(maxsize=64)
+def _modules(shape: ModelShape) -> frozenset[_Module]:
+    """Return the modules of a model that differ in size or kind."""
+    modules: dict[str, list[TensorSpec]] = {}
+    for spec in tensors(shape):
+        modules.setdefault(_module_name(spec.name), []).append(spec)
+    return frozenset(
+        _Module(sum(s.numel for s in specs), specs[0].num_experts, any(s.is_quantizable for s in specs))
+        for specs in modules.values()
+    )
+
+
+def _module_being_loaded(rank: Rank, module: _Module, num_parts: int) -> int:
     """Return the bytes beside the model while the tensors of a module are loaded."""
-    num = sum(spec.numel for spec in specs)
+    num = module.num
     part = -(-num // rank.tensor)
-    is_quantized = rank.config.gen.quantization is not None and any(spec.is_quantizable for spec in specs)
+    is_quantized = rank.config.gen.quantization is not None and module.is_quantizable
     is_kept = rank.tensor > 1 or num_parts == 1 or is_quantized
     loaded = rank.width * (part + (num if is_kept else 0))
     if not is_quantized:
         return loaded
-    return loaded + part + QUANTIZING_BYTES * -(-part // specs[0].num_experts)
+    return loaded + part + QUANTIZING_BYTES * -(-part // module.num_experts)
 
 
 def _module_name(tensor: str) -> str:

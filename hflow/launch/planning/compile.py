@@ -68,6 +68,8 @@ def free_keys(
     if not roles or any(model not in request.shapes for model, _ in roles):
         return frozenset({PLACEMENT} if roles and config.placement == AUTO else ())
     free = {key for key in free_settings([model for model, _ in roles]) if key not in set_keys}
+    if request.cluster.device == "cpu":  # processes of a machine, where results are compared
+        free = {key for key in free if not key.endswith(".backend")}
     if config.placement == AUTO or _may_place(config, roles, request):
         free.add(PLACEMENT)
     return frozenset(free)
@@ -238,7 +240,7 @@ def compile_read(
 
     request = requested(config)
     check_unused_keys(graph, request)
-    searched = None
+    searched, backend = None, ""
     free = frozenset() if read.is_decided else free_keys(config, read.set_keys, graph, request)
     if free:
         placement = None if config.placement == AUTO else config.placement
@@ -247,7 +249,9 @@ def compile_read(
         if found is not None:
             if PLACEMENT in free:
                 candidates = found.candidates
-            config = with_choices(config, found.overrides)
+            backend, config = found.backend, with_choices(config, found.overrides)
+            chosen = {key: value for key, value in found.overrides.items() if key.endswith(".backend")}
+            searched = with_settings(searched, chosen)
             request = requested(config)
             request = replace(request, warnings=(*request.warnings, *found.warnings))
     elif config.placement == AUTO:  # the recipe has no model to place
@@ -256,6 +260,7 @@ def compile_read(
         graph,
         request,
         candidates=candidates,
+        backend=backend,
         with_limits=with_limits,
         searched=searched,
         simulate=simulated_period,

@@ -10,7 +10,7 @@ Builds the planner's `PlanRequest` from the configuration: cluster, hardware, mo
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -37,7 +37,7 @@ from hflow.launch.planning.models import (
     replaced_templates,
     unopened_templates,
 )
-from hflow.planner.models.descriptors import engine_kind
+from hflow.planner.models.descriptors import descriptor
 from hflow.planner.plan.calibration import (
     MEASURED_WITH,
     Calibration,
@@ -49,7 +49,7 @@ from hflow.planner.plan.cluster import PART_SEPARATOR, ClusterSpec, device_of, p
 from hflow.planner.plan.hardware import Device, Hardware, Link
 from hflow.planner.plan.optimizers import OPTIMIZERS
 from hflow.planner.plan.request import PlanRequest
-from hflow.planner.plan.traits import ENGINES
+from hflow.planner.plan.traits import BACKENDS, ENGINES
 from hflow.planner.plan.workload import PromptImages, image_sizes
 from hflow.shapes.model_shape import ModelShape
 from hflow.types.kernels import (
@@ -325,6 +325,7 @@ def plan_request(
         images=_images(config, graph),
         settings=_settings(config),
         engine_problems=engine_problems(cluster.device),
+        backend_problems=backend_problems(cluster.device),
         flash_attn=flash_versions(),
         transformer_engine=installed_transformer_engine(),
         warnings=(
@@ -416,7 +417,16 @@ def _workload(config: RunConfig, device: str, learn: Learn) -> WorkloadConfig:
 
 def engine_problems(device: str) -> dict[str, str]:
     """Return the engines that this machine cannot run on a kind of device, each with the reason."""
-    problems = {name: engine_kind(name).find_problem(device) for name in ENGINES}
+    return _problems(ENGINES, device)
+
+
+def backend_problems(device: str) -> dict[str, str]:
+    """Return the backends that this machine cannot run on a kind of device, each with the reason."""
+    return _problems(BACKENDS, device)
+
+
+def _problems(names: Iterable[str], device: str) -> dict[str, str]:
+    problems = {name: descriptor(name).find_problem(device) for name in names}
     return {name: str(problem) for name, problem in problems.items() if problem is not None}
 
 

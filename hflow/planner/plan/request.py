@@ -66,6 +66,8 @@ class PlanRequest:
     """Model -> the engine that a plan file names, where the model's configuration names none."""
     engine_problems: Mapping[str, str] = field(default_factory=dict)
     """Engine -> why this machine cannot run it. Such an engine is never the default."""
+    backend_problems: Mapping[str, str] = field(default_factory=dict)
+    """Training backend -> why this machine cannot run it. The planner does not choose such a backend."""
     flash_attn: Mapping[AttentionKernel, str] = field(default_factory=dict)
     """Packages with attention kernels on this machine -> version."""
     transformer_engine: TransformerEngine | None = None

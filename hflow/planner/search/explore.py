@@ -56,6 +56,7 @@ class Exploration:
         best: division -> its best choice.
         alternatives: division -> the fastest choices with different sizes of groups, layouts of engines or
             sequences at once, the best one included; empty unless they are kept.
+        longest: seconds of a step from which on a choice is of no use.
         num_tried: candidates so far.
         budget: most candidates to try.
         most_reasons: most reasons of a run to refuse a division; None: divisions are not checked again.
@@ -66,6 +67,7 @@ class Exploration:
     keeps_alternatives: bool = False
     best: dict[Blocks, Choice] = field(default_factory=dict)
     alternatives: dict[Blocks, list[Choice]] = field(default_factory=dict)
+    longest: float = math.inf
     num_tried: int = 0
     most_reasons: int | None = None
 
@@ -94,10 +96,11 @@ class Exploration:
         """Return the period from which on a choice of a division is of no use."""
         best = self.best.get(blocks)
         if best is None:
-            return self.shortest_apart() * (1 - MIN_SPREAD_GAIN) if overlaps(blocks) else math.inf
+            apart = self.shortest_apart() * (1 - MIN_SPREAD_GAIN) if overlaps(blocks) else math.inf
+            return min(apart, self.longest)
         if not self.keeps_alternatives:
             return best.period * (1 - MIN_GAIN)
-        rows, slowest = self.alternatives[blocks], best.period * (1 + MAX_SLOWER)
+        rows, slowest = self.alternatives[blocks], min(best.period * (1 + MAX_SLOWER), self.longest)
         return min(slowest, rows[-1].period) if len(rows) == NUM_KEPT else slowest
 
     def can_run(self, blocks: Blocks) -> bool:
@@ -120,9 +123,15 @@ def _kind(choice: Choice) -> Hashable:
     return places, tuple((option.layout, option.config.gen.max_running) for option in engines)
 
 
-def explore(evaluator: Evaluator, budget: int = BUDGET, *, keeps_alternatives: bool = False) -> Exploration:
-    """Return the best choices for a problem; none if nothing fits."""
-    found = Exploration(evaluator, budget, keeps_alternatives)
+def explore(
+    evaluator: Evaluator,
+    budget: int = BUDGET,
+    *,
+    keeps_alternatives: bool = False,
+    longest: float = math.inf,
+) -> Exploration:
+    """Return the best choices for a problem with a step below `longest`; none if nothing fits."""
+    found = Exploration(evaluator, budget, keeps_alternatives, longest=longest)
     if too_large(evaluator):
         return found
     plain = divisions(evaluator)
