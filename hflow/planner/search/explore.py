@@ -71,6 +71,11 @@ class Exploration:
     num_tried: int = 0
     most_reasons: int | None = None
 
+    @property
+    def is_spent(self) -> bool:
+        """Whether as many candidates were tried as the budget allows."""
+        return self.num_tried >= self.budget
+
     def ranked(self) -> list[Choice]:
         """Return the best choice of each division, the fastest first."""
         return sorted(self.best.values(), key=lambda choice: (choice.period, len(choice.groups)))
@@ -217,7 +222,7 @@ def _try_sizes(found: Exploration, blocks: Blocks) -> None:
     problem = evaluator.problem
     num_new = sum(evaluator.fixed_devices(block) is None for block in blocks)
     for shares in divisions_of(problem.free_devices, problem.cluster, num_new):
-        if found.num_tried >= found.budget:
+        if found.is_spent:
             return
         _try_division(found, blocks, shares)
 
@@ -228,7 +233,7 @@ def _try_division(found: Exploration, blocks: Blocks, shares: Sequence[Share]) -
     Returns:
         The choice if it is the best of its division, else None.
     """
-    devices = _devices(found.evaluator, blocks, shares)
+    devices = None if found.is_spent else _devices(found.evaluator, blocks, shares)
     if devices is None:
         return None
     groups = found.evaluator.best_groups(blocks, devices, found.cutoff(blocks))
@@ -268,7 +273,7 @@ def _try(
 
 def _improve(found: Exploration, choice: Choice) -> None:
     """Change one thing at a time until nothing makes the step shorter."""
-    while found.num_tried < found.budget:
+    while not found.is_spent:
         better = _moved(found, choice) or _replaced(found, choice)
         if better is None:
             return
@@ -310,6 +315,8 @@ def _replaced(found: Exploration, choice: Choice) -> Choice | None:
     evaluator, blocks = found.evaluator, choice.partition.blocks
     for before in choice.options:
         for option in evaluator.options(before.name, blocks, choice.devices)[:MAX_REPLACED]:
+            if found.is_spent:
+                return None
             if option is before:
                 continue
             groups = evaluator.replaced(choice, option)
