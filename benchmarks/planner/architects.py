@@ -2,9 +2,9 @@
 
     python -m benchmarks.planner.architects [CASE ...]
 
-A published recipe is planned with its placement, layouts, backend and recomputation; micro-batches and what it
-leaves open are the planner's best for it. Both columns of seconds are estimates, for a machine with megatron,
-Transformer Engine and vLLM. Other numbers of devices than the source's are scaled by data ranks.
+A published recipe is planned with its placement, layouts, backend and recomputation; micro-batches and what
+it leaves open are the planner's best for it. Both columns of seconds are estimates, for a machine with
+megatron, Transformer Engine and vLLM. Other numbers of devices than the source's are scaled by data ranks.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ CASES = {
         {"batch": 64, **lengths(512, 1024, 600), **backends("megatron", "actor")},
         f"{NEMO} examples/configs/recipes/llm/performance/grpo-deepseek-v3-32n8g.yaml",
         {
-            "placement": "actor=all:d16p16e16 actor.gen=all:d8t32",
+            "placement": "actor=all:d16p16e16 actor.gen=all",
             "models.actor.activation_checkpointing": True,
         },
     ),

@@ -227,7 +227,8 @@ class ModelConfig:
     backend: str = "torch"
     """The backend for training and inference: `torch` (transformers, data parallelism by FSDP2) or `megatron`
     (megatron-core: tensor, pipeline and data parallelism). null: `torch`, but on GPUs `megatron` for all
-    models that leave it open if it is installed, can run them, and makes a step at least 5 % shorter."""
+    models that leave it open if it is installed, with Transformer Engine, can run them, and makes a step at
+    least 5 % shorter."""
     layout: str | None = None
     """Layout of the replica that trains or infers, such as `d2t2p1`; null: the plan decides."""
     group: str | None = None

@@ -98,6 +98,43 @@ def test_what_fits_with_another_backend_only_is_planned_with_it() -> None:
 
 
 @pytest.mark.usefixtures("with_megatron")
+def test_what_changes_results_is_named_and_not_chosen() -> None:
+    """Long responses of a few sequences, whose decoding waits for the weights to be read."""
+    keys = (
+        "batch=2",
+        "cluster=h100-1x1",
+        "workload.response_mean=900",
+        *(f"+{key}=megatron" for key in KEYS[:1]),
+    )
+    arguments = (*PPO, *keys)
+    compiled = compile_recipe(RECIPES / "grpo.py", arguments, with_limits=True)
+    named = {
+        key: (value, remedy.gain)
+        for limit in compiled.plan.forecast.limits
+        for remedy in limit.remedies
+        for key, value in remedy.settings
+        if "FP8" in limit.cause
+    }
+    value, gain = named["models.actor.gen.quantization"]
+    assert compiled.config.models["actor"].gen.quantization is None
+    followed = compile_recipe(RECIPES / "grpo.py", (*arguments, f"models.actor.gen.quantization={value}"))
+    before, after = (c.plan.forecast.period.seconds for c in (compiled, followed))
+    assert 1 - after / before == pytest.approx(gain, abs=0.01)
+
+
+@pytest.mark.usefixtures("with_megatron")
+def test_samples_in_flight_are_what_engines_hold() -> None:
+    many = ("batch=4096", "schedule.max_concurrent=null", "models.actor.gen.max_running=64")
+    plan = planned(*many, recipe="grpo").plan
+    engine = plan.replica("actor@gen")
+    (choice,) = plan.engines
+    held = min(64, choice.largest_batch) + 8
+    assert plan.schedule.settings.max_concurrent == held * engine.layout.data < 8 * 4096
+    few = planned("schedule.max_concurrent=null", recipe="grpo").plan
+    assert few.schedule.settings.max_concurrent == 8 * 64, "all that staleness allows"
+
+
+@pytest.mark.usefixtures("with_megatron")
 def test_cpus_keep_the_default_backend() -> None:
     """Results of shipped recipes on CPUs are compared with stored ones."""
     compiled = compile_recipe(RECIPES / "ppo.py", ("cluster=cpu-1x2", "placement=auto"))

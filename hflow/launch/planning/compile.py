@@ -185,6 +185,7 @@ def compile_recipe(
     config: RunConfig | None = None,
     engines: Mapping[str, str] | None = None,
     candidates: tuple[Candidate, ...] = (),
+    backend: str = "",
     *,
     with_limits: bool = False,
 ) -> Compiled:
@@ -196,19 +197,21 @@ def compile_recipe(
         config: a whole configuration, used instead of the recipe's YAML file and overrides.
         engines: model -> the engine that a plan file names, for models whose configuration names none.
         candidates: placements that a plan file was compared with.
+        backend: the training backend that a plan file says was chosen, with the reason.
         with_limits: also find the settings that make a step longer than necessary.
 
     Raises:
         HflowError: for the reasons of `plan`.
     """
     read = RecipeReader(recipe).read(overrides, config)
-    return compile_read(read, engines, candidates, with_limits=with_limits)
+    return compile_read(read, engines, candidates, backend, with_limits=with_limits)
 
 
 def compile_read(
     read: ReadRecipe,
     engines: Mapping[str, str] | None = None,
     candidates: tuple[Candidate, ...] = (),
+    backend: str = "",
     *,
     with_limits: bool = False,
     searches: PastSearches | None = None,
@@ -219,6 +222,7 @@ def compile_read(
         read: a recipe with its configuration.
         engines: the engines, as in `compile_recipe`.
         candidates: the placements, as in `compile_recipe`.
+        backend: the training backend, as in `compile_recipe`.
         with_limits: also find settings, as in `compile_recipe`.
         searches: searches of plans with other settings, which are not repeated.
 
@@ -240,7 +244,7 @@ def compile_read(
 
     request = requested(config)
     check_unused_keys(graph, request)
-    searched, backend = None, ""
+    searched = None
     free = frozenset() if read.is_decided else free_keys(config, read.set_keys, graph, request)
     if free:
         placement = None if config.placement == AUTO else config.placement
@@ -336,7 +340,13 @@ def compile_plan_file(
     file = read_plan_file(path)
     source, config = recipe_file(file, recipe), file.configuration(overrides)
     try:
-        compiled = compile_recipe(source, config=config, engines=file.engines, candidates=file.candidates)
+        compiled = compile_recipe(
+            source,
+            config=config,
+            engines=file.engines,
+            candidates=file.candidates,
+            backend=file.backend,
+        )
     except (ConfigError, PlanError, RecipeError) as error:
         raise PlanError(f"{file.path} is out of date: {error}") from error
     diff = diff_plans(file.rows, to_json(compiled.plan))

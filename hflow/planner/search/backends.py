@@ -96,7 +96,7 @@ def with_backend(trial: BackendTrial, other: SearchResult, found: SearchResult |
 
 
 def kept_backend(trials: Sequence[BackendTrial]) -> str:
-    """Return why models that leave it open have the configured backend; empty without such models."""
+    """Return the configured backend of models that leave it open, with the reason; empty without any."""
     reasons = [
         trial.objection or f"with {trial.name} a step is not {_percent(MIN_GAIN)} shorter" for trial in trials
     ]

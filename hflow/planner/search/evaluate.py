@@ -107,8 +107,10 @@ class Evaluator:
         self.table = OptionTable(problem)
         self.memory = GroupMemory(problem, self.table)
         self._groups: dict[
-            tuple[Blocks, tuple[Devices, ...], tuple[int, ...]], tuple[GroupChoice, ...] | None
+            tuple[Blocks, tuple[Devices, ...], tuple[int, ...]],
+            tuple[float, tuple[GroupChoice, ...] | None],
         ] = {}
+        """Groups -> their best options, or None if none take less than the seconds."""
 
     @memo
     def partition(self, blocks: Blocks) -> Partition:
@@ -185,9 +187,10 @@ class Evaluator:
             connected, own = tuple(blocks[i] for i in part), tuple(devices[i] for i in part)
             costed = tuple(self.costed(name, connected, own) for name in _names(connected))
             key = connected, costed, tuple(map(len, own))
-            if key not in self._groups:
-                self._groups[key] = self._search_groups(connected, own)
-            groups = self._groups[key]
+            longest, groups = self._groups.get(key, (0.0, None))
+            if groups is None and longest < cutoff:
+                groups = self._search_groups(connected, own, cutoff)
+                self._groups[key] = cutoff, groups
             if groups is None:
                 return None
             found |= zip(part, groups, strict=True)
@@ -326,7 +329,7 @@ class Evaluator:
         allowed, stream = self.table.in_flight, self.table.events.stream
         engines = [option for option in choice.options if option.name in stream.replicas]
         largest = choice.largest_batches
-        is_free = self.problem.is_free("schedule.max_concurrent")
+        is_free = bool(engines) and self.problem.is_free("schedule.max_concurrent")
         if not is_free or any(option.name not in largest for option in engines):
             return allowed
         size = stream.group_size
@@ -457,30 +460,44 @@ class Evaluator:
             for option in options
         )
 
-    def _search_groups(self, blocks: Blocks, devices: Sequence[Devices]) -> tuple[GroupChoice, ...] | None:
+    def _search_groups(
+        self, blocks: Blocks, devices: Sequence[Devices], longest: float
+    ) -> tuple[GroupChoice, ...] | None:
         """Return the fastest combination of options; offloading is tried where memory makes it slower.
 
         Args:
             blocks: connected ones.
             devices: the devices of each block.
+            longest: combinations of which a block takes so many seconds are of no use.
         """
         tables = {name: self.options(name, blocks, devices) for name in _names(blocks)}
         fastest = {name: table[0] for name, table in tables.items()}
         first = self.groups(blocks, fastest)
         if first is not None and _seconds(first) <= _bound(blocks, fastest):
             return first
+        most = {name: self._most(name, blocks, fastest, longest) for name in tables}
+        tables = {n: tuple(o for o in table if o.total < most[n]) for n, table in tables.items()}
         found = self._fastest_fit(blocks, tables)
         # A faster combination of a group has no option that loses more than all options of this one together.
         loss = math.inf if found is None else _seconds(found)[1] - _bound(blocks, fastest)[1]
         wider = {}
         for name, table in tables.items():
             options = self.options(name, blocks, devices, with_offload=True)
-            wider[name] = tuple(option for option in options if option.total - table[0].total < loss)
-        if all(
-            o.config.offload == self.problem.config(o.name).offload for row in wider.values() for o in row
+            least = min(most[name], table[0].total + loss)
+            wider[name] = tuple(option for option in options if option.total < least)
+        if any(
+            o.config.offload != self.problem.config(o.name).offload for row in wider.values() for o in row
         ):
-            return found
-        return self._fastest_fit(blocks, wider) or found
+            found = self._fastest_fit(blocks, wider) or found
+        return found if found is not None and _seconds(found)[0] < longest else None
+
+    def _most(self, name: str, blocks: Blocks, fastest: Mapping[str, ReplicaOption], longest: float) -> float:
+        """Return the seconds from which on an option is of no use, whatever the other replicas have."""
+        return min(
+            longest - sum(fastest[other].total for other in block if other != name)
+            for block in blocks
+            if name in block
+        )
 
     def _fastest_fit(
         self, blocks: Blocks, tables: Mapping[str, Sequence[ReplicaOption]]

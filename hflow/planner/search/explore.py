@@ -43,7 +43,10 @@ NUM_KEPT = 8
 MIN_SPREAD_GAIN = 0.01
 """By so much a step must be shorter with replicas in several groups: such plans are more complex."""
 MAX_SLOWER = 0.5
-"""Alternatives are at most this much slower than the best of their division, by the analytic period."""
+"""Alternatives are at most this much slower than the best of their division, by the analytic period. Nor are
+divisions improved that are slower by more than the best of all."""
+MAX_LONGER = 2.0
+"""Divisions that take so many times as long as the best one so far are left out."""
 
 
 @dataclass
@@ -101,8 +104,8 @@ class Exploration:
         """Return the period from which on a choice of a division is of no use."""
         best = self.best.get(blocks)
         if best is None:
-            apart = self.shortest_apart() * (1 - MIN_SPREAD_GAIN) if overlaps(blocks) else math.inf
-            return min(apart, self.longest)
+            factor = 1 - MIN_SPREAD_GAIN if overlaps(blocks) else MAX_LONGER
+            return min(self.shortest_apart() * factor, self.longest)
         if not self.keeps_alternatives:
             return best.period * (1 - MIN_GAIN)
         rows, slowest = self.alternatives[blocks], min(best.period * (1 + MAX_SLOWER), self.longest)
@@ -142,8 +145,10 @@ def explore(
     plain = divisions(evaluator)
     for blocks in plain:
         _try_sizes(found, blocks)
+    slowest = found.shortest_apart() * (1 + MAX_SLOWER)
     for choice in found.ranked()[:NUM_IMPROVED]:
-        _improve(found, choice)
+        if choice.period < slowest:
+            _improve(found, choice)
     found.most_reasons = evaluator.num_unrunnable(plain[0]) if plain else None
     spread = list(spread_divisions(evaluator))
     for blocks in spread:

@@ -134,7 +134,7 @@ def throttles(
     if not before:
         return ()
     limits, longest = list(_controller(forecast, before)), before * (1 - MIN_GAIN)
-    others = [*_engines(basis, can_run), *_parallel(basis, forecast, can_run), *_low_precision(basis)]
+    others = [*_engines(basis, can_run), *_parallel(basis, forecast, can_run)]
     for what, settings in others:  # with another backend other devices may be best
         tried = settings, basis.period(settings, longest)
         limits += [Limit(what, (one,)) for one in _remedies([tried], before)]
@@ -155,6 +155,9 @@ def throttles(
             tried.append(other)
         lanes = tuple(lane for lane, _ in idle)
         limits.append(Limit(f"{shares} of a step", tuple(_remedies(tried, before)), lanes))
+    for what, settings in _low_precision(basis):
+        tried = settings, basis.period(settings, longest)
+        limits += [Limit(what, (one,)) for one in _remedies([tried], before)]
     return tuple(limits)
 
 
