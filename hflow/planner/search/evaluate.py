@@ -622,7 +622,7 @@ class Evaluator:
 
     def _flat_sizes(self, blocks: Blocks, options: Sequence[ReplicaOption]) -> tuple[int, ...]:
         """Return the bytes of some options together in each phase of each block, one after the other."""
-        common, flat = self.common_devices(blocks), []
+        common, flat = self.common_devices(blocks), list[int]()
         for block in blocks:
             phases = self.phases(block)
             own = [self.memory.sizes(phases, o, common) for o in options if o.name in block]

@@ -133,11 +133,10 @@ def throttles(
     before = forecast.candidates[0].seconds if basis.searched and forecast.candidates else basis.period({})
     if not before:
         return ()
-    limits, longest = list(_controller(forecast, before)), before * (1 - MIN_GAIN)
+    limits = list(_controller(forecast, before))
     others = [*_engines(basis, can_run), *_parallel(basis, forecast, can_run)]
     for what, settings in others:  # with another backend other devices may be best
-        tried = settings, basis.period(settings, longest)
-        limits += [Limit(what, (one,)) for one in _remedies([tried], before)]
+        limits += _tried(basis, what, settings, before)
     for key, value in _set_by_user(basis):
         what = f"{format_setting(key, value)} makes a step longer than the planner's own choice"
         limits += [Limit(what, (one,)) for one in _remedies([basis.freed(key)], before)]
@@ -145,8 +144,7 @@ def throttles(
         devices = re.sub(r":\S+", "", forecast.candidates[0].placement)
         basis = replace(basis, searched=replace(basis.searched, placement=devices))
     for what, settings in _changes(basis):
-        tried = settings, basis.period(settings, longest)
-        limits += [Limit(what, (one,)) for one in _remedies([tried], before)]
+        limits += _tried(basis, what, settings, before)
     idle = [(lane, share) for lane, share in forecast.period.idle if share > MUCH_IDLE]
     if idle:
         shares = ", ".join(f"{lane} is idle for {share:.0%}".replace("%", " %") for lane, share in idle)
@@ -156,9 +154,14 @@ def throttles(
         lanes = tuple(lane for lane, _ in idle)
         limits.append(Limit(f"{shares} of a step", tuple(_remedies(tried, before)), lanes))
     for what, settings in _low_precision(basis):
-        tried = settings, basis.period(settings, longest)
-        limits += [Limit(what, (one,)) for one in _remedies([tried], before)]
+        limits += _tried(basis, what, settings, before)
     return tuple(limits)
+
+
+def _tried(basis: Basis, what: str, settings: Mapping[str, Any], before: float) -> list[Limit]:
+    """Return a limit if the plan with some settings takes noticeably less than `before` seconds."""
+    after = basis.period(settings, before * (1 - MIN_GAIN))
+    return [Limit(what, (one,)) for one in _remedies([(settings, after)], before)]
 
 
 def _controller(forecast: Forecast, before: float) -> Iterator[Limit]:
@@ -231,7 +234,7 @@ def _parallel(basis: Basis, forecast: Forecast, can_run: bool) -> Iterator[tuple
 def _low_precision(basis: Basis) -> Iterator[tuple[str, Mapping[str, str]]]:
     """Yield FP8 where devices and programs have it. It changes results, so the planner never chooses it."""
     request, searched = basis.request, basis.searched
-    if searched is None or "fp8" not in request.hardware.device.tflops:
+    if searched is None or request.cluster.parts or "fp8" not in request.hardware.device.tflops:
         return
     changes = "would be faster in FP8, which changes results"
     for engine in basis.engines:
