@@ -39,7 +39,7 @@ from hflow.launch.planning.compile import Compiled, compile_recipe
 from hflow.launch.running.worker_setup import make_setup
 from hflow.models.hf_config import read_config
 from hflow.models.settings import ModelSettings
-from hflow.shapes.architectures import can_run, read_shape
+from hflow.shapes.architectures import knows_tensors, read_shape
 from hflow.types.routed_experts import ROUTED_EXPERTS
 from hflow.workers.process_setup import device_environment
 from hflow.workers.worker import build_engines
@@ -109,6 +109,9 @@ def cases() -> Iterator[Case]:
     yield Case("gsm8k/grpo_7b", ("models.actor.gen.max_running=2048",))
     yield Case("gsm8k/grpo_7b", ("models.actor.gen.quantization=fp8",))
     yield Case("gsm8k/grpo_7b", ("models.actor.gen.quantization=fp8", "deterministic=true"))
+    yield Case("gsm8k/grpo_7b", ("models.actor.gen.cache_dtype=fp8",))
+    yield Case("gsm8k/grpo_7b", ("models.actor.gen.cache_dtype=fp8", "deterministic=true"))
+    yield Case("gsm8k/grpo_7b", ("models.actor.gen.cache_dtype=fp8", "models.actor.gen.quantization=fp8"))
     replay = ("nodes.actor_gen.routing_replay=true", "models.actor.gen.layout=t2")
     yield Case("grpo", (EIGHT_H100, "model@models.actor=tiny-qwen3-moe", *replay))
 
@@ -118,7 +121,7 @@ def model_engines(directory: Path) -> Iterator[PlannedEngine]:
     for file in sorted((ROOT / "configs" / "model").glob("*.yaml")):
         architecture = yaml.safe_load(file.read_text())["architecture"]
         shape = read_shape(architecture)
-        if shape is None or not can_run(shape):
+        if shape is None or not knows_tensors(shape):
             continue
         path = directory / file.stem
         write_checkpoint(architecture, path)
@@ -128,12 +131,13 @@ def model_engines(directory: Path) -> Iterator[PlannedEngine]:
         variants = [(f"t{size}", settings, size, ()) for size in sizes] + [("lora", adapted, 1, ())]
         if shape.vision is None:  # hflow refuses to quantise a model that sees
             variants += [(f"fp8 t{size}", settings, size, ()) for size in sizes]
+        variants += [(f"fp8 cache t{size}", settings, size, ()) for size in sizes]
         if shape.experts is not None:
             variants.append(("routing replay", settings, 1, (ROUTED_EXPERTS,)))
         for name, model, size, records in variants:
             options = {"max_running": 256, "max_model_len": 4096, "cache_bytes": 8 << 30}
             if name.startswith("fp8"):
-                options["quantization"] = "fp8"
+                options["cache_dtype" if "cache" in name else "quantization"] = "fp8"
             devices = tuple(map(str, range(size)))
             setup = EngineSetup(
                 model, options, tensor=size, devices=devices, shares_devices=True, records=records
@@ -269,6 +273,7 @@ def configured(settings: ProcessSettings) -> dict[str, Any]:
         "tensor": config.parallel_config.tensor_parallel_size,
         "length": model.max_model_len,
         "attention": attention.rpartition(".")[2],
+        "cache": config.cache_config.cache_dtype,
         "graphs": f"{compilation.cudagraph_mode.name}, {len(sizes)} up to {max(sizes)}",
         "sleeps": model.enable_sleep_mode,
         "async": scheduler.async_scheduling,

@@ -246,10 +246,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _without_installed_engines() -> Iterator[None]:
-    """Plans for GPUs must not depend on what this machine has: vLLM counts as not installed."""
+    """Plans for GPUs must not depend on what this machine has: vLLM and megatron count as not installed."""
     problems = {"vllm": "vllm is not installed; pip install 'hflow-rl[vllm]'"}
+    of_backends = {"megatron": "megatron is not installed; pip install megatron-core"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hflow.launch.planning.request.engine_problems", lambda device: problems)
+        patch.setattr("hflow.launch.planning.request.backend_problems", lambda device: of_backends)
         yield
 
 

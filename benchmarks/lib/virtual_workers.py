@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import pickle
 import selectors
 import time
 from collections import deque
@@ -25,7 +26,7 @@ from hflow.base.durable_files import FileChecksum
 from hflow.data_plane.redistribute import Move
 from hflow.planner.plan.rows import PUBLISH_PREFIX, Plan
 from hflow.runtime.simulation.simulate import Durations, seconds_of
-from hflow.types.engine import EngineStats, SleepLevel
+from hflow.types.engine import EngineStats, EpisodeState, SleepLevel
 from hflow.workers.interface import (
     ComputeReady,
     ComputeTask,
@@ -42,6 +43,7 @@ from hflow.workers.interface import (
     WorkerSetup,
 )
 from hflow.workers.mailbox import LINGER_SECONDS, pause_seconds
+from hflow.workers.storage.sample_store import pulls_of
 
 TICK = 0.002
 """Seconds between two looks at what is due."""
@@ -71,7 +73,11 @@ class _Engine:
     waiting: deque[_Sample] = field(default_factory=deque)
     busy_since: float = 0.0
     drawn: EngineStats = field(default_factory=EngineStats)
+    num_ended: int = 0
     awake_since: float = 0.0
+
+
+_NO_ENGINE = _Engine(0)
 
 
 @dataclass(eq=False)
@@ -93,6 +99,10 @@ class Traffic:
     messages: int = 0
     """Calls from the controller, polls included."""
     events: int = 0
+    sent_bytes: int = 0
+    """Pickled arguments of all calls but polls."""
+    received_bytes: int = 0
+    """Pickled reports and results of nodes."""
     own_cpu: float = 0.0
     """CPU seconds spent here instead of in the controller."""
     slot_seconds: float = 0.0
@@ -138,6 +148,7 @@ class VirtualWorkers(Workers):
         seconds_per_token: of one sample, by which seconds become tokens.
         prompt: tokens of a prompt.
         traffic: is counted here.
+        num_turns: completions of each sample.
     """
 
     def __init__(
@@ -148,6 +159,7 @@ class VirtualWorkers(Workers):
         seconds_per_token: float,
         prompt: int,
         traffic: Traffic,
+        num_turns: int = 1,
     ) -> None:
         self.traffic = traffic
         self._plan = plan
@@ -155,6 +167,7 @@ class VirtualWorkers(Workers):
         self._pace = seconds_per_token
         self._pause = pause_seconds(plan.cluster.num_devices)
         self._prompt = prompt
+        self._num_turns = num_turns
         self._sources = {stream.name: stream.source for stream in plan.schedule.streams}
         self._sizes = {stream.name: stream.group_size for stream in plan.schedule.streams}
         self._boxes = [_Box() for _ in range(plan.cluster.num_devices)]
@@ -181,8 +194,7 @@ class VirtualWorkers(Workers):
 
     async def open_groups(self, worker: int, tasks: Sequence[GroupTask]) -> None:
         """Samples wait for slots, in the order in which they come."""
-        self.traffic.messages += 1
-        with self._own() as now:
+        with self._called(tasks) as now:
             engine, box = self._engines[worker], self._boxes[worker]
             for task in tasks:
                 source = self._sources[task.stream]
@@ -195,8 +207,7 @@ class VirtualWorkers(Workers):
 
     async def detach_groups(self, worker: int, stream: str, groups: Sequence[int]) -> list[GroupTask]:
         """Whole groups leave with what they have; on an engine that sleeps all wait."""
-        self.traffic.messages += 1
-        with self._own():
+        with self._called((stream, groups)):
             engine, size = self._engines[worker], self._sizes[stream]
             held = {s.number: s for s in engine.waiting if s.stream == stream}
             tasks = []
@@ -212,8 +223,7 @@ class VirtualWorkers(Workers):
 
     async def compute(self, worker: int, tasks: Sequence[ComputeTask]) -> None:
         """Bodies take their seconds, all at once."""
-        self.traffic.messages += 1
-        with self._own() as now:
+        with self._called(tasks) as now:
             self._boxes[worker].num_due += len(tasks)
             for task in tasks:
                 seconds = seconds_of(self._durations, task.node, task.key)
@@ -228,28 +238,39 @@ class VirtualWorkers(Workers):
         self.traffic.messages += 1
         with self._own() as now:
             stats = self._take_drawn(worker, now)
-            report = WorkerReport(worker, tuple(box.events), tuple(box.spans), engine_stats=stats)
+            report = WorkerReport(
+                worker,
+                tuple(box.events),
+                tuple(box.spans),
+                engine_stats=stats,
+                episodes=self._episodes(worker),
+                peak_bytes=1 << 33,
+            )
             self.traffic.events += len(box.events)
+            self.traffic.received_bytes += _num_bytes(report)
             box.events, box.spans, box.waiter = [], [], None
             box.reported_at = now
         return report
 
     async def transfer(self, moves: Sequence[Move]) -> int:
         """Its seconds are part of the node's."""
-        self.traffic.messages += len({move.dst for move in moves})
-        return 0
+        with self._called(*pulls_of(moves).items()):
+            return 0
 
     async def run(self, tasks: Mapping[int, NodeTask]) -> list[NodeResult]:
         """A node takes its seconds on all its workers at once."""
-        self.traffic.messages += len(tasks)
-        first = next(iter(tasks.values()))
+        with self._called(*tasks.values()):
+            first = next(iter(tasks.values()))
         start = self._loop.time()
         await asyncio.sleep(seconds_of(self._durations, first.node, first.step))
         span = Span(first.node, "device", start, self._loop.time(), {"step": first.step})
-        return [
-            NodeResult(task.node, task.step, task.samples, {"loss": 0.0}, span, worker)
-            for worker, task in tasks.items()
-        ]
+        with self._own():
+            results = [
+                NodeResult(task.node, task.step, task.samples, {"loss": 0.0}, span, worker)
+                for worker, task in tasks.items()
+            ]
+            self.traffic.received_bytes += sum(map(_num_bytes, results))
+        return results
 
     async def publish(self, replica: str, version: int) -> tuple[tuple[int, Span], ...]:
         """A copy of the weights takes its seconds."""
@@ -288,11 +309,10 @@ class VirtualWorkers(Workers):
         self, worker: int, samples: Sequence[int], stream: str, fields: Sequence[str] | None
     ) -> None:
         """A sample that still runs or waits is stopped, and reported as failed."""
-        self.traffic.messages += 1
-        engine = self._engines.get(worker)
-        if fields is not None or engine is None:
-            return
-        with self._own() as now:
+        with self._called((samples, stream, fields)) as now:
+            engine = self._engines.get(worker)
+            if fields is not None or engine is None:
+                return
             for number in samples:
                 self._cancel(worker, engine, number, now)
             self._fill(worker, now)
@@ -301,8 +321,8 @@ class VirtualWorkers(Workers):
         self, worker: int, stream: str, samples: Sequence[int]
     ) -> dict[str, tuple[float, int]]:
         """One number."""
-        self.traffic.messages += 1
-        return {f"{stream}/reward": (0.0, len(samples))}
+        with self._called((stream, samples)):
+            return {f"{stream}/reward": (0.0, len(samples))}
 
     async def save(self, model: str, directory: str) -> None:
         """Nothing is written."""
@@ -376,12 +396,15 @@ class VirtualWorkers(Workers):
     def _finish(self, worker: int, sample: _Sample, now: float) -> None:
         engine = self._engines[worker]
         self._stop(engine, sample, now)
+        engine.num_ended += 1
         runs = tuple(self._runs(sample))
         num_tokens = sum(tokens for _, tokens in runs)
         engine.drawn += EngineStats(num_tokens=num_tokens)
         oldest, newest = runs[0][0], runs[-1][0]
         length = self._prompt + num_tokens
-        ready = SampleReady(sample.stream, sample.number, length, num_tokens, oldest, newest, runs, 1)
+        ready = SampleReady(
+            sample.stream, sample.number, length, num_tokens, oldest, newest, runs, self._num_turns
+        )
         self._put(worker, ready, now)
         self._fill(worker, now)
 
@@ -430,6 +453,23 @@ class VirtualWorkers(Workers):
             engine.busy_since = now
         return drawn
 
+    def _episodes(self, worker: int) -> dict[str, int]:
+        engine = self._engines.get(worker, _NO_ENGINE)
+        counts = {
+            EpisodeState.PENDING: len(engine.waiting),
+            EpisodeState.GENERATING: len(engine.running),
+            EpisodeState.TERMINATED: engine.num_ended,
+        }
+        return {state.value: counts.get(state, 0) for state in EpisodeState}
+
+    @contextmanager
+    def _called(self, *messages: object) -> Iterator[float]:
+        """Receive calls from the controller, one to each of several workers."""
+        with self._own() as now:
+            self.traffic.messages += len(messages)
+            self.traffic.sent_bytes += sum(map(_num_bytes, messages))
+            yield now
+
     @contextmanager
     def _own(self) -> Iterator[float]:
         """Work of the workers in the controller's thread: its CPU seconds are counted apart."""
@@ -438,3 +478,8 @@ class VirtualWorkers(Workers):
             yield now
         finally:
             self.traffic.own_cpu += time.thread_time() - begin
+
+
+def _num_bytes(message: object) -> int:
+    """Return the bytes of a message, without what Ray adds to it."""
+    return len(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))

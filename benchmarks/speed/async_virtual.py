@@ -156,12 +156,14 @@ def durations_of(plan: Plan, stretch: float) -> tuple[dict[str, float | Duration
     return {**found, stream.source: drawn, "score": reward_seconds(stretch)}, token, forecast.pace.slots
 
 
-async def execute(plan: Plan, durations: Durations, token: float, slots: int) -> dict[str, Any]:
+async def execute(
+    plan: Plan, durations: Durations, token: float, slots: int, num_turns: int = 1
+) -> dict[str, Any]:
     """One run on virtual workers."""
     heads = plan.replica("actor@gen").heads
     loop = asyncio.get_running_loop()
     traffic = loop.traffic if isinstance(loop, ControllerTime) else Traffic()
-    workers = VirtualWorkers(plan, durations, -(-slots // len(heads)), token, 200, traffic)
+    workers = VirtualWorkers(plan, durations, -(-slots // len(heads)), token, 200, traffic, num_turns)
     order = {stream.name: RowOrder(100_000 if stream.batch else 1, SEED) for stream in plan.schedule.streams}
     with tempfile.TemporaryDirectory() as out:
         directory = RunDirectory.create(out, "virtual", "", "{}\n")
@@ -200,6 +202,8 @@ async def _timed(executor: Executor, workers: VirtualWorkers) -> dict[str, Any]:
         "virtual_cpu": traffic.own_cpu,
         "messages": traffic.messages,
         "events": traffic.events,
+        "sent_bytes": traffic.sent_bytes,
+        "received_bytes": traffic.received_bytes,
         "slot_seconds": traffic.slot_seconds,
         "late_max": late[-1],
         "late_p99": late[int(0.99 * len(late))],

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import sys
 import tempfile
@@ -64,6 +65,10 @@ class Grpo:
     max_tokens: int
     lr: float
     steps: int
+    shots: int = 0
+    """Solved additions in front of each prompt, of ten tokens each."""
+    budget: int = 16384
+    """Tokens of a micro-batch."""
 
 
 GRPO: dict[str, Grpo] = {
@@ -71,8 +76,11 @@ GRPO: dict[str, Grpo] = {
     "19m": Grpo(prompts=8, updates=1, max_tokens=64, lr=0.0, steps=7),
     "recipe": Grpo(prompts=64, updates=2, max_tokens=4, lr=1e-4, steps=20),
     "smollm2": Grpo(prompts=4, updates=1, max_tokens=32, lr=0.0, steps=5),
+    "smollm2-long": Grpo(prompts=4, updates=1, max_tokens=65, lr=0.0, steps=5, shots=52, budget=2200),
 }
-"""The first two: answers end at random after 27 tokens on average. `recipe`: recipes/grpo.py as it is."""
+"""The first two: answers end at random after 27 tokens on average. `recipe`: recipes/grpo.py as it is.
+`smollm2-long`: prompts of about 530 tokens, two groups of which fit into a micro-batch."""
+REAL = "smollm2"
 
 
 def make_model(directory: Path, size: str) -> None:
@@ -92,19 +100,35 @@ def model_of(size: str, directory: Path) -> Path:
     """Return the checkpoint of a case; a random one is made in a directory."""
     if size == "recipe":
         return CHECKPOINT
-    if size == "smollm2":
+    if size.startswith(REAL):
         return smollm2.fetch("models.actor.path")
     make_model(directory / size, size)
     return directory / size
 
 
+def write_prompts(path: Path, shots: int) -> None:
+    """Write additions with solved ones in front of them; `peers/trl_grpo.py` has the same."""
+    rng = random.Random(0)
+    pairs = [(rng.randrange(100), rng.randrange(100)) for _ in range(4096)]
+    solved = "".join(f"{a:02d}+{b:02d}={a + b:03d}\n" for a, b in pairs[:shots])
+    rows = [{"prompt": f"{solved}{a:02d}+{b:02d}=", "answer": f"{a + b:03d}"} for a, b in pairs]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def step_overrides(model: Path, case: Grpo, out: str) -> list[str]:
     """Return the configuration of recipes/grpo.py in one process, without evaluations."""
+    rows: list[str] = []
+    if case.shots:
+        path = Path(out) / "prompts.jsonl"
+        write_prompts(path, case.shots)
+        rows = ["data.train.generator=null", f"data.train.path={path}", f"workload.prompt={10 * case.shots}"]
     return [
+        *rows,
         *(f"models.actor.path={model}", f"steps={case.steps}", f"out={out}", "save_every=100000"),
         *(f"batch={case.prompts}", f"nodes.actor_gen.max_tokens={case.max_tokens}"),
         *(f"nodes.actor_train.minibatches={case.updates}", f"models.actor.optim.lr={case.lr}"),
-        *("models.actor.gen.max_model_len=128", "nodes.eval_gen.after=100000"),
+        *(f"models.actor.gen.max_model_len={128 + 10 * case.shots}", "nodes.eval_gen.after=100000"),
+        f"models.actor.tokens_per_microbatch={case.budget}",
         *("workers=inproc", "cluster=cpu-1x1"),
     ]
 
@@ -233,7 +257,20 @@ def compare_decode(model: Path, rounds: int) -> dict[str, Any]:
     return found
 
 
-def serve_training(model: str) -> None:
+@dataclass(frozen=True)
+class Answers:
+    """Answers of a training step, eight to a prompt."""
+
+    groups: int = 8
+    prompt: int = ADDITION_TOKENS
+    longest: int = MAX_TOKENS
+
+
+TRAINED = {"smollm2-long": Answers(groups=1, prompt=530, longest=97)}
+"""Size -> answers, if they are not those of the comparison of GRPO steps."""
+
+
+def serve_training(model: str, case: Answers) -> None:
     """Measure training steps and their matrix products, once for each line on stdin."""
     from hflow import nodes
     from hflow.config.schema import OptimConfig
@@ -254,7 +291,7 @@ def serve_training(model: str) -> None:
         "actor_train",
         nodes.actor_train,
         tuple(reads),
-        (("out", "output"),),
+        (("out", "output"), ("seqs", "sequences")),
         (("loss", "token"),),
         metrics=True,
         knobs={"behav_weight_cap": None},
@@ -262,9 +299,9 @@ def serve_training(model: str) -> None:
     )
     settings = ModelSettings(name="actor", trainable=True, path=model, optim=OptimConfig(lr=0.0))
     keep_freed_memory()  # as a worker does
-    trained, batch = TorchModel(settings, RankPosition()), answers()
+    trained, batch = TorchModel(settings, RankPosition()), answers(case)
     shard = TrainShard((batch,))
-    products = list(matrix_products(trained, len(batch.groups) // GROUP * ADDITION_TOKENS, batch))
+    products = list(matrix_products(trained, case.groups * case.prompt, batch))
     trained.train(call, [shard], 0)
     print(json.dumps({"ready": True}), flush=True)
     for step, _ in enumerate(sys.stdin):
@@ -274,18 +311,22 @@ def serve_training(model: str) -> None:
         print(json.dumps({"seconds": seconds, "products": products_seconds}), flush=True)
 
 
-def answers() -> Any:
-    """Return a batch like that of the comparison of GRPO steps: 8 prompts, 8 answers each."""
+def answers(case: Answers) -> Any:
+    """Return a batch: that of the comparison of GRPO steps, or answers of a third to all of `longest`."""
     import numpy as np
 
     from hflow.data.batches.batch import Batch, Column
     from hflow.types import Unit
 
-    rng, count = np.random.default_rng(0), 64
-    lengths = ADDITION_TOKENS + np.minimum(rng.geometric(1 / 32, count), MAX_TOKENS)
+    rng, count = np.random.default_rng(0), case.groups * GROUP
+    if case == Answers():
+        drawn = np.minimum(rng.geometric(1 / 32, count), MAX_TOKENS)
+    else:
+        drawn = rng.integers(case.longest // 3, case.longest + 1, count)
+    lengths = case.prompt + drawn
     total, groups = int(lengths.sum()), np.arange(count) // GROUP
     within = np.arange(total) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    is_prompt = within < ADDITION_TOKENS
+    is_prompt = within < case.prompt
     prompt_ids = 4 + (np.repeat(groups, lengths) * 31 + within * 7) % 12
     columns = {
         "input_ids": np.where(is_prompt, prompt_ids, rng.integers(3, 32, total)),
@@ -325,9 +366,10 @@ def cpu_seconds(work: Callable[[], Any]) -> float:
     return time.process_time() - start
 
 
-def compare_training(model: Path, rounds: int) -> dict[str, Any]:
+def compare_training(model: Path, case: Answers, rounds: int) -> dict[str, Any]:
     """Measure a training step beside its matrix products, in processor seconds."""
-    child = harness.Server([sys.executable, "-m", __spec__.name, "--serve", "training", str(model)])
+    arguments = json.dumps({"model": str(model), **asdict(case)})
+    child = harness.Server([sys.executable, "-m", __spec__.name, "--serve", "training", arguments])
     child.measure()  # warm-up
     rows = [child.measure() for _ in range(3 * rounds)]
     child.close()
@@ -356,7 +398,8 @@ def main() -> None:
             case = json.loads(model)
             serve_steps(case.pop("model"), Grpo(**case))
         elif what == "training":
-            serve_training(model)
+            case = json.loads(model)
+            serve_training(case.pop("model"), Answers(**case))
         else:
             serve_engine(what, model)
         return
@@ -371,10 +414,10 @@ def main() -> None:
             part: dict[str, Any] = {}
             if "grpo" in args.only:
                 part["grpo"] = compare_grpo(path, GRPO[size], args.peer, args.rounds)
-            if "decode" in args.only and size in SIZES:
+            if "decode" in args.only and size in (*SIZES, REAL):
                 part["decode"] = compare_decode(path, args.rounds)
-            if "train" in args.only and size in SIZES:
-                part["train"] = compare_training(path, args.rounds)
+            if "train" in args.only and size in (*SIZES, REAL, *TRAINED):
+                part["train"] = compare_training(path, TRAINED.get(size, Answers()), args.rounds)
             found[size] = part
             print(size, json.dumps(summaries(part), indent=2), flush=True)
     lengths = {"prompt_tokens": PROMPT_TOKENS, "max_tokens": MAX_TOKENS, "group": GROUP}

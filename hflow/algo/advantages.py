@@ -24,6 +24,8 @@ from hflow.types import Sequences
 
 _GAE_BLOCK = 128
 """Number of time steps that `gae` computes with one matrix product."""
+_ROUNDING = 1e-9
+"""An advantage in float64 that is no larger is 0 but for rounding."""
 
 
 def group_advantage(
@@ -362,9 +364,9 @@ def hierarchical_advantage(
     Turns and their returns are those of `turn_advantage`. The observation of a turn is the text before it:
     the prompt, or what a tool or an environment answered to the turn before. For each k from 0 to `depth`,
     turns are compared that have the same observation and the same k observations before it, in any turn of
-    the group's samples; turns with fewer earlier observations are compared if all are the same. With `A_k`
-    the advantage in such a comparison, 0 for a turn alone, and `w_k = (k + 1)^power`, the result is
-    `sum_k w_k A_k / sum_k w_k`.
+    the group's samples. With `A_k` the advantage in such a comparison, 0 for a turn alone or with less than k
+    observations before its own, and `w_k = (k + 1)^power`, the result is `sum_k w_k A_k / sum_k w_k` over
+    those k whose `A_k` is not 0.
 
     Several methods are called hierarchical GRPO; this is the one of groups within groups.
 
@@ -375,23 +377,23 @@ def hierarchical_advantage(
         depth: largest number of earlier observations, K.
         power: exponent of the weights; 0 is the mean.
         gamma: discount from one turn to the next.
-        std: divide by the standard deviation.
+        std: divide by the standard deviation of the compared turns themselves, of n values over n.
         eps: added to the standard deviation.
 
     Returns:
         Advantages `[T]`.
 
     Source: He et al. 2026, "Hierarchy-of-groups policy optimization for long-horizon agentic tasks" (arXiv
-    2602.22817).
+    2602.22817). The authors' code (verl-agent, `recipe/hgpo/core_hgpo.py`) counts k from 1 in the weights,
+    which are `(k + 2)^power` there, and leaves out advantages of 0 as here.
     """
     turns = _turns(token_reward, seqs, gamma)
-    contexts = _contexts(input_ids, seqs, turns, depth)
-    returns, total = turns.returns[turns.exists], 0.0
-    advantages = torch.zeros_like(returns)
-    for k, groups in enumerate(contexts):
-        weight = (k + 1.0) ** power
-        advantages, total = advantages + weight * _relative(returns, groups, std, eps), total + weight
-    return turns.widen(advantages / total, seqs, token_reward)
+    returns = turns.returns[turns.exists]
+    sums, total = torch.zeros_like(returns), torch.zeros_like(returns)
+    for k, groups in enumerate(_contexts(input_ids, seqs, turns, depth)):
+        weight, advantages = (k + 1.0) ** power, _relative(returns, groups, std, eps, correction=0)
+        sums, total = sums + weight * advantages, total + weight * (advantages.abs() > _ROUNDING)
+    return turns.widen(sums / total.masked_fill(total == 0, 1), seqs, token_reward)
 
 
 @dataclass(frozen=True)
@@ -435,13 +437,13 @@ def _turns(token_reward: Tensor, seqs: Sequences, gamma: float) -> _Turns:
     return _Turns(number, _discounted_sums(reward, gamma) if width else reward, exists)
 
 
-def _relative(returns: Tensor, groups: Tensor, std: bool, eps: float) -> Tensor:
+def _relative(returns: Tensor, groups: Tensor, std: bool, eps: float, correction: int = 1) -> Tensor:
     """Return returns `[N]` of turns less their group's mean, over its deviation if `std`; 0 for one alone."""
     _, group, count = groups.unique(return_inverse=True, return_counts=True)  # waits: once per batch
     sums = returns.new_zeros(len(count))
     centred: Tensor = returns - (sums.index_add(0, group, returns) / count)[group]
     if std:
-        variance = sums.index_add(0, group, centred.square()) / (count - 1).clamp(min=1)
+        variance = sums.index_add(0, group, centred.square()) / (count - correction).clamp(min=1)
         centred = centred / (variance.sqrt() + eps)[group]
     return centred.masked_fill(count[group] == 1, 0)
 
@@ -452,7 +454,7 @@ def _contexts(input_ids: Tensor, seqs: Sequences, turns: _Turns, depth: int) -> 
     observed = ~seqs.loss_mask.cpu().numpy()  # waits: once per batch
     counts = turns.exists.sum(1).tolist()  # waits: once per batch
     offsets, owners = seqs.offsets.tolist(), seqs.group.tolist()  # waits: once per batch
-    known: dict[tuple[int, tuple[bytes, ...]], int] = {}
+    known: dict[tuple[object, ...], int] = {}
     levels: list[list[int]] = [[] for _ in range(depth + 1)]
     for start, end, owner, count in zip(offsets, offsets[1:], owners, counts, strict=False):
         kept = observed[start:end]
@@ -460,8 +462,9 @@ def _contexts(input_ids: Tensor, seqs: Sequences, turns: _Turns, depth: int) -> 
         bounds = np.searchsorted(before, np.arange(-1, count))
         seen = [texts[a:b].tobytes() for a, b in itertools.pairwise(bounds)]
         for k, level in enumerate(levels):
-            contexts = ((owner, tuple(seen[max(0, turn - k) : turn + 1])) for turn in range(count))
-            level += [known.setdefault(context, len(known)) for context in contexts]
+            for turn in range(count):  # without k observations before its own, a turn is alone
+                context = (owner, *seen[turn - k : turn + 1]) if turn >= k else (start, turn, None)
+                level.append(known.setdefault(context, len(known)))
     return [torch.tensor(level, device=seqs.group.device) for level in levels]  # waits: once per batch
 
 

@@ -41,6 +41,7 @@ ALL_LINEAR = "all-linear"
 """The value of `LoraConfig.targets` that means every matrix of the decoder layers."""
 OPEN_SETTINGS = (
     "schedule.max_concurrent",
+    "models.NAME.backend",
     "models.NAME.tokens_per_microbatch",
     "models.NAME.activation_checkpointing",
     "models.NAME.offload",
@@ -134,9 +135,18 @@ class GenConfig:
     """`fp8`: a vLLM engine quantises the matrices of decoder layers whenever it loads weights, in blocks of
     128 x 128 with a scale each. Embeddings, output matrix, norms, biases and routers keep the model's dtype.
     Null: the engine computes in the model's dtype."""
+    cache_dtype: Literal["fp8"] | None = None
+    """`fp8`: a vLLM engine keeps keys and values in FP8 (E4M3) without a scale, so that 448 is the largest.
+    Null: it keeps them in the model's dtype."""
     cache_gib: StrictFloat | None = Field(default=None, gt=0)
     """KV cache of each rank of an engine, in GiB; null: what the load needs, as far as the memory of the
     device allows. On a CPU the embedded engine has a slot for each of `max_running` sequences instead."""
+
+    @property
+    def precisions(self) -> dict[str, str]:
+        """The keys by which an engine rounds to less than the model's dtype, where they are set."""
+        keys = {"quantization": self.quantization, "cache_dtype": self.cache_dtype}
+        return {key: value for key, value in keys.items() if value is not None}
 
 
 @dataclass(frozen=True, config=CHECKED)
@@ -154,7 +164,8 @@ class LoraConfig:
     2024, DoRA)."""
     targets: Names = (ALL_LINEAR,)
     """Modules that get adapters, such as `[q_proj,v_proj]`; `all-linear`: all matrices of decoder layers.
-    `embed_tokens` and `lm_head` are the embedding and the output matrix, where they are two."""
+    `embed_tokens` and `lm_head` are the embedding and the output matrix, where they are two;
+    `experts.gate_up_proj` and `experts.down_proj` the matrices of all experts."""
     base: Literal["nf4"] | None = None
     """`nf4`: keep the frozen matrices of decoder layers in 4 bits (Dettmers et al. 2023, QLoRA), by
     bitsandbytes, whole on every rank; engines have the same rounded ones. Null: in `dtype`."""
@@ -225,7 +236,9 @@ class ModelConfig:
     must use them."""
     backend: str = "torch"
     """The backend for training and inference: `torch` (transformers, data parallelism by FSDP2) or `megatron`
-    (megatron-core: tensor, pipeline and data parallelism)."""
+    (megatron-core: tensor, pipeline and data parallelism). null: `torch`, but on GPUs `megatron` for all
+    models that leave it open if it is installed, with Transformer Engine, can run them, and makes a step at
+    least 5 % shorter."""
     layout: str | None = None
     """Layout of the replica that trains or infers, such as `d2t2p1`; null: the plan decides."""
     group: str | None = None
@@ -235,8 +248,8 @@ class ModelConfig:
     """Precision of forward and backward pass; null: that of the model it is initialised from, else bf16 on
     CUDA and fp32 on CPUs. An optimizer's weights are fp32."""
     tokens_per_microbatch: Int = Field(default=16384, ge=1)
-    """Maximum number of packed tokens in one forward pass. It does not change any result. null: the plan
-    decides, from 16,384 on."""
+    """Maximum number of tokens that one forward pass computes. A prompt that answers share counts once.
+    It does not change any result. null: the plan decides, from 16,384 on."""
     activation_checkpointing: StrictBool = False
     """Recompute activations in the backward pass instead of keeping them; null: the plan does where they do
     not fit otherwise."""
@@ -379,6 +392,9 @@ class WorkloadConfig:
     """Mean number of tokens of a response; null: half of `max_tokens`."""
     response_cv: StrictFloat | None = Field(default=None, ge=0)
     """Standard deviation of the response lengths divided by their mean; 0: all are equal, null: 0.6."""
+    shares: FrozenMapping[str, Annotated[StrictFloat, Field(gt=0, le=1)]] = Field(default_factory=FrozenDict)
+    """Fraction of the samples for which a field of `mask=` is true, as in `{is_math: 0.3}`. An infer node
+    computes these only; it is assumed to compute all where none is given."""
     images: WorkloadImages = Field(default_factory=WorkloadImages)
     """Number and size of images, where a model sees."""
 

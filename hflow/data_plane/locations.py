@@ -8,30 +8,32 @@ from dataclasses import dataclass
 
 from hflow.data_plane.redistribute import Move
 
+_NO_WORKERS: frozenset[int] = frozenset()
 
-@dataclass(frozen=True)
-class _Copy:
-    """Fields of samples that a worker holds, other than what these samples' home workers hold."""
 
-    worker: int
-    fields: frozenset[str]
-    samples: frozenset[int]
+@dataclass(eq=False)
+class _Held:
+    """Fields that were always copied together, and where they are, of samples that were copied."""
+
+    is_made: bool
+    """Whether batch nodes make them: a sample's home worker does not hold them by itself."""
+    workers: dict[int, frozenset[int]]
+    """Sample -> all workers that hold them."""
 
 
 class DataLocations:
     """The workers that hold the data of one root stream's samples.
 
     All that a source or a sample-level or group-level body makes is stored on the sample's home worker. What
-    batch nodes make, and what is moved, is recorded as copies of many samples at once: one entry a sample
-    and field would make a step expensive for the controller.
+    batch nodes make, and what is moved, is noted once for all fields that move together, sample by sample:
+    each further move and node then costs the controller the same.
     """
 
     def __init__(self) -> None:
         self._home: dict[int, int] = {}
         self._length: dict[int, int] = {}
-        self._copies: list[_Copy] = []
-        self._batch_fields: set[str] = set()
-        """Fields that batch nodes make: the home worker does not hold them by itself."""
+        self._held: dict[str, _Held] = {}
+        """Field -> where it is besides the home worker, if it was ever copied, or made by a batch node."""
         self._singletons: dict[int, frozenset[int]] = {}
         """Worker -> the set with this worker only, shared to save memory."""
 
@@ -42,13 +44,11 @@ class DataLocations:
 
     def add_outputs(self, fields: Iterable[str], samples: Iterable[int], worker: int) -> None:
         """Record that a batch node made these fields of these samples on a worker."""
-        fields = tuple(fields)
-        self._batch_fields.update(fields)
-        self.add_copies(fields, samples, worker)
+        self._add(fields, samples, worker, is_made=True)
 
     def add_copies(self, fields: Iterable[str], samples: Iterable[int], worker: int) -> None:
         """Record that one more worker has these fields of these samples."""
-        self._copies.append(_Copy(worker, frozenset(fields), frozenset(samples)))
+        self._add(fields, samples, worker, is_made=False)
 
     def add_moves(self, moves: Iterable[Move]) -> None:
         """Record that moves are done; the sources keep their copies."""
@@ -67,22 +67,21 @@ class DataLocations:
     ) -> dict[str, Mapping[int, frozenset[int]]]:
         """Return field -> sample -> workers that hold it. Fields with the same holders share one mapping."""
         homes = {sample: self._singleton(self._home[sample]) for sample in samples}
-        copies = self._copies_of(frozenset(samples))
-        known: dict[tuple[bool, tuple[int, ...]], Mapping[int, frozenset[int]]] = {}
+        known: dict[int, Mapping[int, frozenset[int]]] = {}
         holders: dict[str, Mapping[int, frozenset[int]]] = {}
         for name in fields:
-            field_copies = [copy for copy in copies if name in copy.fields]
-            is_at_home = name not in self._batch_fields or not field_copies
-            key = (is_at_home, tuple(map(id, field_copies)))
-            if key not in known:
-                known[key] = self._with_copies(homes if is_at_home else {}, field_copies)
-            holders[name] = known[key]
+            held = self._held.get(name)
+            if held is None:
+                holders[name] = homes
+                continue
+            if id(held) not in known:
+                known[id(held)] = _with_homes(held, homes)
+            holders[name] = known[id(held)]
         return holders
 
     def workers_of(self, samples: Iterable[int]) -> dict[int, list[int]]:
         """Return the workers that may hold any data of these samples, each with those samples, ascending."""
-        samples = frozenset(samples)
-        return self._by_worker(samples, self._copies_of(samples))
+        return self._by_worker(samples, self._distinct(self._held.values()))
 
     def by_home(self, samples: Iterable[int]) -> dict[int, list[int]]:
         """Group samples by their home worker."""
@@ -97,60 +96,73 @@ class DataLocations:
 
     def drop_fields(self, fields: Iterable[str], samples: Iterable[int]) -> dict[int, list[int]]:
         """Forget fields of these samples; return the workers that may hold them, each with its samples."""
-        fields, samples = frozenset(fields), frozenset(samples)
-        workers = self._by_worker(
-            samples, [copy for copy in self._copies_of(samples) if copy.fields & fields]
-        )
-        self._forget_copies(fields, samples)
+        samples = tuple(samples)
+        dropped = self._together(self._held.keys() & set(fields), is_made=False)
+        workers = self._by_worker(samples, dropped)
+        for held in dropped:
+            for sample in samples:
+                held.workers.pop(sample, None)
         return workers
 
     def forget(self, samples: Iterable[int]) -> None:
         """Forget all data of these samples."""
-        samples = frozenset(samples)
+        copies = [held.workers for held in self._distinct(self._held.values())]
         for sample in samples:
             self._home.pop(sample, None)
             self._length.pop(sample, None)
-        self._forget_copies(None, samples)
+            for workers in copies:
+                workers.pop(sample, None)
+
+    def _add(self, fields: Iterable[str], samples: Iterable[int], worker: int, *, is_made: bool) -> None:
+        own, samples = self._singleton(worker), tuple(samples)
+        for held in self._together(fields, is_made=is_made):
+            workers = held.workers
+            for sample in samples:
+                before = workers.get(sample)
+                if before is None and not held.is_made and sample in self._home:
+                    before = self._singleton(self._home[sample])
+                workers[sample] = own if before is None else before | own
+
+    def _together(self, fields: Iterable[str], *, is_made: bool) -> list[_Held]:
+        """Return the places of these fields and of no others. `is_made` is that of fields not known yet."""
+        fields = frozenset(fields)
+        for held in self._distinct(map(self._held.get, fields)):
+            members = {name for name, other in self._held.items() if other is held}
+            if not members <= fields:
+                apart = _Held(held.is_made, dict(held.workers))
+                self._held.update(dict.fromkeys(members & fields, apart))
+        if new := fields - self._held.keys():
+            self._held.update(dict.fromkeys(new, _Held(is_made, {})))
+        return self._distinct(map(self._held.get, fields))
+
+    @staticmethod
+    def _distinct(held: Iterable[_Held | None]) -> list[_Held]:
+        return [one for one in dict.fromkeys(held) if one is not None]
 
     def _singleton(self, worker: int) -> frozenset[int]:
         if worker not in self._singletons:
             self._singletons[worker] = frozenset((worker,))
         return self._singletons[worker]
 
-    def _copies_of(self, samples: frozenset[int]) -> list[_Copy]:
-        return [copy for copy in self._copies if not copy.samples.isdisjoint(samples)]
+    def _by_worker(self, samples: Iterable[int], places: Iterable[_Held]) -> dict[int, list[int]]:
+        """Return home workers and other holders, each with the samples that it holds, ascending."""
+        found: dict[int, list[int]] = defaultdict(list)
+        maps = [held.workers for held in places]
+        for sample in sorted(samples):
+            home = self._home.get(sample)
+            workers = set() if home is None else {home}
+            for place in maps:
+                workers |= place.get(sample, _NO_WORKERS)
+            for worker in workers:
+                found[worker].append(sample)
+        return dict(found)
 
-    def _with_copies(
-        self, holders: Mapping[int, frozenset[int]], copies: Iterable[_Copy]
-    ) -> Mapping[int, frozenset[int]]:
-        """Return the holders of a field when these copies are added."""
-        extended = dict(holders)
-        for copy in copies:
-            worker = self._singleton(copy.worker)
-            for sample in copy.samples:
-                before = extended.get(sample)
-                extended[sample] = worker if before is None else before | worker
-        return extended
 
-    def _by_worker(self, samples: frozenset[int], copies: Iterable[_Copy]) -> dict[int, list[int]]:
-        """Return home workers and owners of copies, each with the samples that it holds, ascending."""
-        workers: dict[int, set[int]] = defaultdict(set)
-        for sample in samples:
-            if (home := self._home.get(sample)) is not None:
-                workers[home].add(sample)
-        for copy in copies:
-            workers[copy.worker] |= copy.samples & samples
-        return {worker: sorted(ids) for worker, ids in workers.items()}
-
-    def _forget_copies(self, fields: frozenset[str] | None, samples: frozenset[int]) -> None:
-        """Remove these fields from the copies of these samples; None removes all fields."""
-        copies: list[_Copy] = []
-        for copy in self._copies:
-            if copy.samples.isdisjoint(samples) or (fields is not None and copy.fields.isdisjoint(fields)):
-                copies.append(copy)
-                continue
-            if other_samples := copy.samples - samples:
-                copies.append(_Copy(copy.worker, copy.fields, other_samples))
-            if fields is not None and (other_fields := copy.fields - fields):
-                copies.append(_Copy(copy.worker, other_fields, copy.samples & samples))
-        self._copies = copies
+def _with_homes(held: _Held, homes: Mapping[int, frozenset[int]]) -> Mapping[int, frozenset[int]]:
+    """Return the holders of fields, of the samples in `homes`."""
+    workers = held.workers
+    if workers.keys().isdisjoint(homes):
+        return homes
+    if held.is_made:
+        return {sample: workers[sample] for sample in homes if sample in workers}
+    return {sample: workers.get(sample, home) for sample, home in homes.items()}

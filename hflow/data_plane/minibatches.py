@@ -11,8 +11,8 @@ import random
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, starmap
+from typing import NamedTuple
 
 from hflow.data_plane.redistribute import FieldsByHolders, Holders, Shards, group_by_holders
 from hflow.planner.plan.rows import BatchCut, EdgeRule
@@ -22,6 +22,7 @@ SLACK = 0.005
 """Fraction by which a rank may exceed the mean load for the sake of locality."""
 NUM_EXCHANGES_PER_RANK = 4
 NUM_SWAP_CANDIDATES = 64
+_NO_WORKERS: frozenset[int] = frozenset()
 
 
 def shards(
@@ -106,8 +107,7 @@ def cut_minibatches(
     return tuple(tuple(sorted(shuffled[i] for i in block)) for block in blocks)
 
 
-@dataclass(frozen=True)
-class AssignmentUnit:
+class AssignmentUnit(NamedTuple):
     """A unit that is assigned to a rank as a whole: a sample, or a group that must stay together."""
 
     id: int
@@ -131,8 +131,9 @@ def assign_units(
     Returns:
         For each rank the ids of its units, ascending.
     """
-    order = sorted(range(len(units)), key=lambda u: (-units[u].tokens, units[u].id))
     tokens = [unit.tokens for unit in units]
+    keys = [(-unit.tokens, unit.id) for unit in units]
+    order = sorted(range(len(units)), key=keys.__getitem__)
     limit = _load_limit([tokens[u] for u in order], num_ranks)
     rank_of, loads = _assign_to_holders(order, tokens, holders, num_ranks, limit)
     _assign_to_lightest([u for u in order if u not in rank_of], tokens, loads, rank_of)
@@ -152,56 +153,51 @@ def _split(
     """Split one minibatch by groups or by samples. The id of a unit is its first sample."""
     if rule.policy == "single":
         return (tuple(sorted(sample for group in groups for sample in group)),)
-    units = groups if rule.by_group else [(sample,) for group in groups for sample in group]
-    members = {unit[0] if len(unit) == 1 else min(unit): unit for unit in units if unit}
-    loads = [AssignmentUnit(unit_id, sum(tokens[s] for s in unit)) for unit_id, unit in members.items()]
-    field_groups = group_by_holders(rule.fields, holders)
+    samples = {sample: tokens[sample] for group in groups for sample in group}
+    members = (
+        {min(group): group for group in groups if group} if rule.by_group else {s: (s,) for s in samples}
+    )
     ranks_of: dict[int, list[int]] = defaultdict(list)
     for dp, dp_head in enumerate(rule.heads):
         ranks_of[dp_head].append(dp)
-    best = _best_ranks_of_units(ranks_of, members.values(), tokens, field_groups)
+    best = _best_ranks(ranks_of, members.values(), tokens, group_by_holders(rule.fields, holders))
+    if not rule.by_group:
+        return assign_units(list(starmap(AssignmentUnit, samples.items())), len(rule.heads), best)
+    loads = [AssignmentUnit(first, sum(tokens[s] for s in group)) for first, group in members.items()]
     return tuple(
-        tuple(sorted(sample for unit_id in ids for sample in members[unit_id]))
+        tuple(sorted(sample for first in ids for sample in members[first]))
         for ids in assign_units(loads, len(rule.heads), best)
     )
 
 
-def _best_ranks_of_units(
+def _best_ranks(
     ranks_of: Mapping[int, Sequence[int]],
     units: Iterable[Sequence[int]],
     tokens: Mapping[int, int],
     field_groups: Sequence[FieldsByHolders],
 ) -> list[frozenset[int]]:
-    """Return `_best_ranks` of each unit, computed once for all single samples with the same holders."""
-    known: dict[tuple[frozenset[int], ...], frozenset[int]] = {}
+    """Return, for each unit, the ranks whose workers hold most of it, in tokens times fields."""
+    heads = frozenset(ranks_of)
+    maps = [(workers, len(fields)) for workers, fields in field_groups]
+    known: dict[frozenset[int], frozenset[int]] = {}
     best = []
     for unit in units:
-        if len(unit) > 1:
-            best.append(_best_ranks(ranks_of, unit, tokens, field_groups))
-            continue
-        holders = tuple([workers.get(unit[0], frozenset()) for workers, _ in field_groups])
-        if holders not in known:
-            known[holders] = _best_ranks(ranks_of, unit, tokens, field_groups)
-        best.append(known[holders])
+        weight: dict[int, int] = {}
+        for sample in unit:
+            size = tokens[sample]
+            for workers, num_fields in maps:
+                near = heads & workers.get(sample, _NO_WORKERS)
+                for worker in near:
+                    weight[worker] = weight.get(worker, 0) + size * num_fields
+        if len(weight) > 1:
+            max_weight = max(weight.values())
+            near = frozenset([worker for worker, w in weight.items() if w == max_weight])
+        else:
+            near = frozenset(weight)
+        if near not in known:
+            known[near] = frozenset(dp for worker in near for dp in ranks_of[worker])
+        best.append(known[near])
     return best
-
-
-def _best_ranks(
-    ranks_of: Mapping[int, Sequence[int]],
-    unit: Iterable[int],
-    tokens: Mapping[int, int],
-    field_groups: Iterable[FieldsByHolders],
-) -> frozenset[int]:
-    """Return the ranks whose workers hold most of a unit, in tokens times fields."""
-    weight: dict[int, int] = defaultdict(int)
-    for sample in unit:
-        for workers, fields in field_groups:
-            for worker in workers.get(sample, ()):
-                if worker in ranks_of:
-                    weight[worker] += tokens[sample] * len(fields)
-    max_weight = max(weight.values(), default=0)
-    best = [worker for worker, w in weight.items() if max_weight and w == max_weight]
-    return frozenset(dp for worker in best for dp in ranks_of[worker])
 
 
 def _load_limit(descending: Sequence[int], num_ranks: int) -> float:

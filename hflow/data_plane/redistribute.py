@@ -22,9 +22,6 @@ FieldsByHolders = tuple[Mapping[int, frozenset[int]], list[str]]
 Shards = tuple[tuple[tuple[int, ...], ...], ...]
 """dp index -> minibatches -> sample ids, ascending. A node that does not train has one minibatch."""
 
-_MissingFields = tuple[frozenset[int], tuple[str, ...]]
-"""Workers that have some fields of a sample, and these fields, sorted."""
-
 _NO_WORKERS: frozenset[int] = frozenset()
 
 
@@ -54,25 +51,34 @@ def redistribute(
         holders: the workers that have the fields now; every sample of the assignment has a holder.
         cluster: says which workers share a machine.
     """
-    num_sent: dict[int, int] = defaultdict(int)
+    num_workers, per_machine = cluster.num_devices, cluster.devices_per_node
+    order = list(range(num_workers))
+    """Worker -> what it sends times `num_workers`, plus its number. The least is the one to pull from."""
     samples_of: dict[tuple[int, int, tuple[str, ...]], list[int]] = defaultdict(list)
     field_groups = group_by_holders(rule.fields, holders)
-    holders_of = [workers for workers, _ in field_groups]
+    numbered = [(number, workers) for number, (workers, _) in enumerate(field_groups)]
+    fields_of = _JoinedFields(fields for _, fields in field_groups)
     for dst, samples in _samples_by_head(rule, assignment):
-        # Samples with equal holders miss the same fields, and there are far fewer kinds than samples.
-        missing_by_kind: dict[tuple[frozenset[int], ...], list[_MissingFields]] = {}
+        first = dst - dst % per_machine
+        on_machine = frozenset(range(first, first + per_machine))
         for sample in samples:
-            kind = tuple([workers.get(sample, _NO_WORKERS) for workers in holders_of])
-            missing = missing_by_kind.get(kind)
-            if missing is None:
-                missing = missing_by_kind[kind] = _missing_fields(field_groups, sample, dst)
-            if len(missing) == 1 and len(missing[0][0]) == 1:  # the fast path of nearly all samples
-                ((src,), fields) = missing[0]
-                num_sent[src] += len(fields)
-                samples_of[src, dst, fields].append(sample)
-                continue
-            for src, fields in _choose_sources(missing, dst, num_sent, cluster):
-                samples_of[src, dst, fields].append(sample)
+            missing: dict[frozenset[int], tuple[int, ...]] = {}
+            """Workers that have some of the field groups that `dst` lacks -> numbers of these groups."""
+            for number, workers in numbered:
+                sources = workers.get(sample, _NO_WORKERS)
+                if dst not in sources:
+                    missing[sources] = (*missing.get(sources, ()), number)
+            pulled: dict[int, tuple[int, ...]] = {}
+            for sources, numbers in missing.items():
+                assert sources, f"no worker holds {', '.join(fields_of[numbers])} of sample {sample}"
+                if len(sources) == 1:
+                    (src,) = sources
+                else:
+                    src = min(sources & on_machine or sources, key=order.__getitem__)
+                order[src] += num_workers * len(fields_of[numbers])
+                pulled[src] = (*pulled.get(src, ()), *numbers)
+            for src, numbers in pulled.items():
+                samples_of[src, dst, fields_of[numbers]].append(sample)
     return tuple(
         Move(src, dst, tuple(samples), fields) for (src, dst, fields), samples in sorted(samples_of.items())
     )
@@ -95,27 +101,14 @@ def _samples_by_head(rule: EdgeRule, assignment: Shards) -> list[tuple[int, list
     return [(dp_head, sorted(samples)) for dp_head, samples in sorted(samples_of.items())]
 
 
-def _choose_sources(
-    missing: list[_MissingFields], dst: int, num_sent: dict[int, int], cluster: ClusterSpec
-) -> list[tuple[int, tuple[str, ...]]]:
-    """Return the sender of each of a sample's missing fields, and add these to `num_sent`."""
-    pulled: dict[int, tuple[str, ...]] = {}
-    for sources, fields in missing:
-        if len(sources) == 1:
-            (src,) = sources
-        else:
-            src = min(sources, key=lambda w: (cluster.node_of(w) != cluster.node_of(dst), num_sent[w], w))
-        num_sent[src] += len(fields)
-        pulled[src] = tuple(sorted((*pulled[src], *fields))) if src in pulled else fields
-    return list(pulled.items())
+class _JoinedFields(dict[tuple[int, ...], tuple[str, ...]]):
+    """Numbers of field groups -> all their fields, sorted."""
 
+    def __init__(self, groups: Iterable[list[str]]) -> None:
+        super().__init__()
+        self._groups = tuple(groups)
 
-def _missing_fields(groups: Iterable[FieldsByHolders], sample: int, dst: int) -> list[_MissingFields]:
-    """Return the fields of a sample that a worker lacks, grouped by the workers that have them."""
-    by_sources: dict[frozenset[int], list[str]] = {}
-    for workers, fields in groups:
-        sources = workers.get(sample, _NO_WORKERS)
-        assert sources, f"no worker holds {', '.join(fields)} of sample {sample}"
-        if dst not in sources:
-            by_sources.setdefault(sources, []).extend(fields)
-    return [(sources, tuple(sorted(fields))) for sources, fields in by_sources.items()]
+    def __missing__(self, numbers: tuple[int, ...]) -> tuple[str, ...]:
+        fields = tuple(sorted(field for number in numbers for field in self._groups[number]))
+        self[numbers] = fields
+        return fields

@@ -30,8 +30,8 @@ class EngineSetup:
 
     settings: ModelSettings
     options: Mapping[str, Any] = field(default_factory=dict)
-    """`models.NAME.gen`: `max_running` and `max_model_len`. An engine that quantises weights has also
-    `quantization`; one that merges adapters, `merges_adapters`; with a plan, one whose cache does not grow,
+    """`models.NAME.gen`: `max_running` and `max_model_len`. An engine that quantises has also `quantization`
+    or `cache_dtype`; one that merges adapters, `merges_adapters`; with a plan, one whose cache does not grow,
     `cache_bytes`, those of each rank's cache."""
     tokenizer: TextTokenizer | None = None
     """Decodes tokens to find stop strings; None: requests have none."""

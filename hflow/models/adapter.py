@@ -19,19 +19,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from hflow.base.errors import BackendError, nearest
 from hflow.config.schema import ALL_LINEAR
 from hflow.models.dtypes import DTYPES
+from hflow.models.expert_adapters import ExpertAdapter, add_expert_adapters, as_in_peft, experts_of
 from hflow.models.heads import head_prefix, save_head
 from hflow.models.hf_config import family_of
-from hflow.models.hub import hub_model
 from hflow.models.nf4 import Nf4Linear, rounded
 from hflow.models.settings import ModelSettings
-from hflow.shapes.model_shape import EMBEDDING, MAGNITUDE, OUTPUT
+from hflow.shapes.model_shape import EMBEDDING, EXPERT_TARGETS, MAGNITUDE, OUTPUT
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftConfig
@@ -42,6 +44,9 @@ ROUNDING_FILE = "base_rounding.json"
 """How the weights beside a saved adapter were rounded."""
 _NAME = "default"
 """What peft calls the only adapter of a model."""
+_IN_OLD_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+"""Names of modules that peft takes for those of experts in models that have some. It reads adapters of dense
+matrices with these names as adapters of parameters."""
 
 
 def check_installed(settings: ModelSettings) -> None:
@@ -77,14 +82,20 @@ def add_adapter(model: PreTrainedModel, settings: ModelSettings) -> None:
     check_installed(settings)
     from peft import inject_adapter_in_model
 
-    with torch.random.fork_rng(devices=[]), _without_meta(model):
+    lora, config = settings.lora, _peft_config(model, settings)
+    assert lora is not None, "the model has no adapters"
+    targets = _wanted(model, settings)
+    modules = [name for name in targets if name not in EXPERT_TARGETS]
+    with torch.random.fork_rng(devices=[]), _without_meta(model), _without_config(model):
         torch.manual_seed(settings.seed)
-        inject_adapter_in_model(replace(_peft_config(model, settings), use_dora=False), model, _NAME)
-    assert settings.lora is not None
-    if settings.lora.base == "nf4":
+        if modules:
+            changes = {"use_dora": False, "target_modules": set(modules), "target_parameters": None}
+            inject_adapter_in_model(replace(config, **changes), model, _NAME)
+        add_expert_adapters(model, targets, lora.r, lora.scale)
+    if lora.base == "nf4":
         for parent, name, matrix in list(_matrices(model)):
             setattr(parent, name, Nf4Linear(matrix))
-    if settings.lora.dora:
+    if lora.dora:
         add_magnitudes(model)
     for weight in adapter_weights(model).values():
         weight.data = weight.data.float()
@@ -117,6 +128,29 @@ def _adapted_layers(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
 
 
+@torch.no_grad()
+def row_lengths(
+    weight: Tensor, a: Tensor, b: Tensor, scale: float, column_ranks: ProcessGroup | None = None
+) -> Tensor:
+    """Return the lengths of the rows of `W + scale * B A`, `[outputs]`, which are constants for gradients.
+
+    Args:
+        weight: W `[outputs, inputs]`, or some of its columns.
+        a: `[r, inputs]`, the same columns.
+        b: `[outputs, r]`.
+        scale: the factor of the adapter's output.
+        column_ranks: the ranks that have the other columns, of which this is a collective; None: there are
+            none.
+    """
+    moved = torch.addmm(weight, b, a, alpha=scale)
+    lengths: Tensor = torch.linalg.vector_norm(moved, dim=1)
+    if column_ranks is None:
+        return lengths
+    squares = lengths.float().square()
+    dist.all_reduce(squares, group=column_ranks)
+    return squares.sqrt().to(weight.dtype)
+
+
 class _Magnitude(nn.Module):
     """The learned lengths of the rows of a matrix."""
 
@@ -140,10 +174,7 @@ class _Dora:
         """
         a, b, scale = layer.lora_A[_NAME], layer.lora_B[_NAME], layer.scaling[_NAME]
         base = layer.get_base_layer()
-        with torch.no_grad():
-            moved = torch.addmm(base.weight, b.weight, a.weight, alpha=scale)
-            lengths = torch.linalg.vector_norm(moved, dim=1)
-            del moved
+        lengths = row_lengths(base.weight, a.weight, b.weight, scale)
         factor = layer.lora_magnitude_vector[_NAME].weight / lengths
         scaled: Tensor = factor * torch.add(result, b(a(x)), alpha=scale)
         return scaled if base.bias is None else scaled + (1 - factor) * base.bias
@@ -168,11 +199,29 @@ def _without_meta(model: nn.Module) -> Iterator[None]:
                 module._parameters[name] = weights[weight]
 
 
+@contextmanager
+def _without_config(model: nn.Module) -> Iterator[None]:
+    """Hide a model's config from peft, which would give the adapters of dense matrices to experts.
+
+    In files of old versions these have the same names (`_IN_OLD_EXPERTS`).
+    """
+    config = model.__dict__.pop("config")
+    try:
+        yield
+    finally:
+        model.config = config
+
+
 def adapter_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the adapter weights of a model by name; empty if it has no adapters."""
     named = model.named_parameters(remove_duplicate=False)
-    part = re.compile(rf"\.{_NAME}(?=\.|$)")  # of an embedding's adapter it is the last one
-    return {part.sub("", name): weight for name, weight in named if ".lora_" in name}
+    return {_adapter_name(name): weight for name, weight in named if ".lora_" in name}
+
+
+def _adapter_name(name: str) -> str:
+    """Return the name of an adapter's weight, given that in the module."""
+    name = re.sub(r"\.adapters\.(\w+\.lora_[AB])$", r".\1.weight", name)  # those of experts
+    return re.sub(rf"\.{_NAME}(?=\.|$)", "", name)  # of an embedding's adapter it is the last part
 
 
 def base_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -241,7 +290,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
     peft's own method also turns gradients off, of parameters that FSDP has replaced meanwhile.
     """
-    layers = _adapted_layers(model)
+    layers = [*_adapted_layers(model), *(x for x in model.modules() if isinstance(x, ExpertAdapter))]
     for layer in layers:
         layer._disable_adapters = True
     try:
@@ -289,7 +338,8 @@ def write_adapter(
     config.save_pretrained(str(directory))
     if rounding is not None:
         (directory / ROUNDING_FILE).write_text(json.dumps(rounding) + "\n", encoding="utf-8")
-    named = {f"base_model.model.{_file_name(name)}": x.contiguous() for name, x in weights.items()}
+    saved = (as_in_peft(name, x, config.target_parameters or ()) for name, x in weights.items())
+    named = {f"base_model.model.{_file_name(name)}": x.contiguous() for name, x in saved}
     save_file(named, directory / ADAPTER_FILE, metadata={"format": "pt"})
     return [path for path in directory.iterdir() if path.is_file()]
 
@@ -316,31 +366,57 @@ def _file_name(name: str) -> str:
 
 
 def _peft_config(model: PreTrainedModel, settings: ModelSettings) -> PeftConfig:
+    """Return peft's configuration of a model's adapters.
+
+    Raises:
+        BackendError: if the model lacks a target, or peft cannot read its adapter.
+    """
     from peft import LoraConfig
 
-    lora = settings.lora
+    lora, wanted = settings.lora, _wanted(model, settings)
     assert lora is not None, "the model has no adapters"
+    has_experts = bool(experts_of(model))
+    dense = [name for name in wanted if has_experts and name in _IN_OLD_EXPERTS]
+    if dense and lora.dora:
+        raise BackendError(
+            f"models.{settings.name}.lora.dora is set, but peft reads no magnitudes of {dense[0]} in a model "
+            f"with experts; set models.{settings.name}.lora.targets without it, or dora=false"
+        )
+    parameters = [f"{name}.weight" if name in dense else name for name in (*EXPERT_TARGETS, *dense)]
+    base, revision = settings.base or settings.path, None
+    if settings.base is not None and not Path(settings.base).is_dir():  # a model of the Hub, with its commit
+        base, _, revision = settings.base.partition("@")
+    return LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
+        target_modules=[name for name in wanted if name not in (*EXPERT_TARGETS, *dense)],
+        target_parameters=[name for name in parameters if name.removesuffix(".weight") in wanted] or None,
+        exclude_modules=_outside_language_model(model),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+        revision=revision or None,
+    )
+
+
+def _wanted(model: PreTrainedModel, settings: ModelSettings) -> tuple[str, ...]:
+    """Return the targets of a model's adapters.
+
+    Raises:
+        BackendError: if the model lacks one of them.
+    """
+    assert settings.lora is not None, "the model has no adapters"
     targets = _targets(model)
-    wanted = list(lora.chosen(sorted(targets)))
-    targets |= _outer_targets(model, settings.head)
+    wanted = settings.lora.chosen(sorted(targets))
+    targets |= {*_outer_targets(model, settings.head), *(EXPERT_TARGETS if experts_of(model) else ())}
     for name in wanted:
         if name not in targets:
             raise BackendError(
                 f"models.{settings.name}.lora.targets: the model has no module {name!r}"
                 f"{nearest(name, targets)} (known: {ALL_LINEAR}, {', '.join(sorted(targets))})"
             )
-    base = hub_model(settings.base)
-    return LoraConfig(
-        r=lora.r,
-        lora_alpha=lora.alpha,
-        use_rslora=lora.rslora,
-        use_dora=lora.dora,
-        target_modules=wanted,
-        exclude_modules=_outside_language_model(model),
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=settings.path if base is None else base.name,
-        revision=None if base is None else base.revision,
-    )
+    return wanted
 
 
 def _language_model(model: PreTrainedModel) -> nn.Module:

@@ -146,19 +146,31 @@ def padded_attention(
     )
 
 
-def reaching_attention(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, reach: Reach) -> Tensor:
-    """Compute causal attention of sequences of one length: as `padded_attention`, with L keys.
+def reaching_attention(
+    q: Tensor, k: Tensor, v: Tensor, scaling: float | None, reach: Reach, mask: Tensor | None = None
+) -> Tensor:
+    """Compute causal attention of sequences of one length: as `padded_attention`, with L <= M.
 
-    A sink is a key of zeros, behind the others, whose score is in the mask. It has no value.
+    The last query sees all keys, the one before it all but the last, and so on. A sink is a key of zeros,
+    behind the others, whose score is in the mask. It has no value.
+
+    Args:
+        q: queries `[S, H, L, d]`.
+        k: keys `[S, G, M, d]`.
+        v: values, as keys.
+        scaling: factor of the scores; None for `d ** -0.5`.
+        reach: what queries attend to.
+        mask: the additive mask `[L, M]` without windows and sinks, if L is less than M.
     """
-    (window, sinks), length = reach, q.shape[2]
+    (window, sinks), num, length = reach, q.shape[2], k.shape[2]
     if sinks is None and (window is None or window >= length):
-        return padded_attention(q, k, v, scaling)
-    positions = torch.arange(length, device=q.device)
-    mask = additive_mask(positions, length, q.dtype, window).view(1, 1, length, length)
+        assert num == length or mask is not None, "fewer queries than keys need a mask"
+        return padded_attention(q, k, v, scaling, mask)
+    positions = torch.arange(length - num, length, device=q.device)
+    mask = additive_mask(positions, length, q.dtype, window).view(1, 1, num, length)
     if sinks is not None:
         k, v = (pad(x, (0, 0, 0, 1)) for x in (k, v))
-        heads = (1, len(sinks), length, -1)
+        heads = (1, len(sinks), num, -1)
         mask = torch.cat((mask.expand(heads), sinks.to(q.dtype).view(1, -1, 1, 1).expand(heads)), dim=-1)
     return padded_attention(q, k, v, scaling, mask)
 

@@ -25,6 +25,7 @@ from torch.nn.functional import linear
 from hflow.data.batches.batch import Batch
 from hflow.data.batches.batch_arguments import get_column, to_tensor
 from hflow.data.batches.shared_prefix import PrefixSharing
+from hflow.shapes.architectures import ROUTERS
 from hflow.types.routed_experts import ROUTED_EXPERTS, is_recorded
 
 
@@ -90,7 +91,7 @@ def choose_experts(
 
 REPLAYED = "replayed_experts"
 """Keyword argument with which a model's forward passes `ReplayedExperts` to its layers."""
-_ROUTERS = ("Qwen3MoeTopKRouter",)
+_ROUTERS = tuple(router.module for router in ROUTERS.values() if router.replays)
 """Names of classes in transformers that compute as `_route` does."""
 
 Routed = tuple[Tensor, Tensor, Tensor]
@@ -128,6 +129,7 @@ def _route(router: Any, number: int, own_forward: Callable[[Tensor], Routed], hi
     logits = linear(hidden.reshape(-1, router.hidden_dim), router.weight)
     probabilities = logits.softmax(-1, dtype=torch.float32)
     chosen, index = choose_experts(probabilities, router.top_k, replayed, number)
-    if router.norm_topk_prob:
+    is_mixtral = not hasattr(router, "norm_topk_prob")  # its weights add up to 1, in fp32
+    if is_mixtral or router.norm_topk_prob:
         chosen = chosen / chosen.sum(-1, keepdim=True)
-    return logits, chosen.to(logits.dtype), index
+    return logits, chosen if is_mixtral else chosen.to(logits.dtype), index

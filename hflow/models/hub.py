@@ -3,7 +3,7 @@
 The configuration of a run names the commit, `Qwen/Qwen3-0.6B@COMMIT`, so that plan, run and resume mean the
 same files. Those are in the cache of huggingface_hub, which every machine that needs them fills once.
 Planning needs the description of a model, which is everything but its weights. A path that is a directory
-needs no network and no import.
+needs no network and no import, unless it holds an adapter: each machine merges that once into its cache.
 """
 
 from __future__ import annotations
@@ -16,10 +16,20 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from hflow.base.cache import unfinished_copy
 from hflow.base.errors import ConfigError, reason_of
 from hflow.base.hub import COMMIT, DATASET_PREFIX, quiet_loggers
 from hflow.base.shipped import SMOLLM2
 from hflow.models import smollm2
+from hflow.models.merged import (
+    ADAPTER_CONFIG,
+    base_of,
+    is_adapter,
+    merged_directory,
+    saved_merged,
+    write_description,
+    write_merged,
+)
 from hflow.models.weight_files import INDEX, SINGLE, indexed_files
 
 _ID = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
@@ -98,11 +108,16 @@ def local_directory(path: str) -> Path:
 
     Args:
         path: a directory, or a pinned model of the Hub.
+
+    Raises:
+        ConfigError: for an adapter without the weights that it was trained beside.
     """
     if path == SMOLLM2:
         return smollm2.directory()
     model = hub_model(path)
-    if model is None or not model.is_pinned:
+    if model is None:
+        return _merged(Path(path)) if is_adapter(Path(path)) else Path(path)
+    if not model.is_pinned:
         return Path(path)
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
@@ -115,12 +130,48 @@ def fetch_description(path: str, key: str) -> Path:
     """Return the directory of a model on this machine, with everything but its weights.
 
     Raises:
-        ConfigError: if it cannot be fetched and is not in the cache.
+        ConfigError: if it cannot be fetched and is not in the cache, or is an adapter without the weights
+            that it was trained beside.
     """
     if path == SMOLLM2:
         return smollm2.fetch(key)
-    model = hub_model(path)
-    return Path(path) if model is None else _description(model, key)
+    model, directory = hub_model(path), Path(path)
+    if model is not None:
+        return _description(model, key)
+    if not is_adapter(directory):
+        return directory
+    made = _merged(directory)
+    if not made.is_dir():
+        with unfinished_copy(made, f"{key} is {path}") as unfinished:
+            if not made.is_dir():
+                write_description(directory, adapter_base(directory), unfinished)
+                unfinished.rename(made)
+    return made
+
+
+def adapter_base(directory: Path) -> Path:
+    """Return the directory of the model that an adapter was trained beside, which may lack the weights.
+
+    Raises:
+        ConfigError: if it is not there.
+    """
+    base, key = base_of(directory)
+    found = fetch_description(base, key)
+    if not (found / "config.json").is_file():
+        raise ConfigError(
+            f"{directory} holds an adapter of the model in {base}, which has no checkpoint; put it there, or "
+            f"change base_model_name_or_path in {ADAPTER_CONFIG}"
+        )
+    return found
+
+
+def _merged(directory: Path) -> Path:
+    """Return the directory of an adapter's merged model: what was saved beside it, or one in the cache."""
+    if saved := saved_merged(directory):
+        return saved
+    base, _ = base_of(directory)
+    may_change = not is_fetched(base) and not is_adapter(Path(base))
+    return merged_directory(directory, adapter_base(directory), base_may_change=may_change)
 
 
 def fetch_model(path: str, key: str) -> Path:
@@ -133,7 +184,10 @@ def fetch_model(path: str, key: str) -> Path:
     """
     model = hub_model(path)
     if model is None:
-        return fetch_description(path, key)
+        made = fetch_description(path, key)
+        if not has_weights(path):
+            _merge(Path(path), made, key)
+        return made
     directory = _description(model, key)
     names = _weight_files(directory)
     if not all((directory / name).is_file() for name in names):
@@ -147,9 +201,21 @@ def fetch_model(path: str, key: str) -> Path:
     return directory
 
 
+def _merge(directory: Path, made: Path, key: str) -> None:
+    """Add the weights of an adapter's merged model to its description."""
+    base = fetch_model(*base_of(directory))
+    with unfinished_copy(made, f"{key} is {directory}") as unfinished:
+        if not has_weights(str(directory)):
+            write_merged(directory, base, unfinished)
+            weights = [file for file in unfinished.iterdir() if file.name.startswith("model")]
+            weights.sort(key=lambda file: file.name == INDEX)  # which says that the others are there
+            for file in weights:
+                file.replace(made / file.name)
+
+
 def has_weights(path: str) -> bool:
-    """Return whether the weights of a model are on this machine, if each machine fetches it; else True."""
-    if not is_fetched(path):
+    """Return whether the weights of a model are on this machine, if each machine makes it; else True."""
+    if not is_fetched(path) and not is_adapter(Path(path)):
         return True
     directory = local_directory(path)
     return directory.is_dir() and all((directory / name).is_file() for name in _weight_files(directory))

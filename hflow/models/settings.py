@@ -46,7 +46,8 @@ class ModelSettings(ModelConfig):
     """The directory in which the optimizer's state was saved, to `resume` it; None: `path`."""
 
     base: str | None = None
-    """The model of the Hub, with its commit, whose files are in `path`; None: `path` was named."""
+    """The model of the Hub, with its commit, or the adapter whose files, or merged ones, are in `path`; None:
+    `path` was named."""
 
     @property
     def shards(self) -> str:

@@ -7,12 +7,10 @@ checkpoint in fp32 (540 MB) into its cache. Model: HuggingFaceTB/SmolLM2-135M-In
 from __future__ import annotations
 
 import hashlib
-import shutil
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
-from hflow.base.cache import CACHE_VARIABLE, cache_directory
+from hflow.base.cache import cache_directory, unfinished_copy
 from hflow.base.errors import ConfigError
 from hflow.base.shipped import SMOLLM2
 
@@ -44,24 +42,10 @@ def fetch(key: str) -> Path:
     if made.is_dir():
         return made
     source = _package_file(key)
-    from filelock import FileLock
-
-    try:
-        made.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(made.with_name(f".{made.name}.lock")):
-            if not made.is_dir():
-                unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=made.parent))
-                try:
-                    _convert(source, unfinished)
-                    unfinished.chmod(0o755)
-                    unfinished.rename(made)
-                finally:
-                    shutil.rmtree(unfinished, ignore_errors=True)
-    except OSError as error:
-        raise ConfigError(
-            f"{key} is {SMOLLM2}, which cannot be written to {made}: {error.strerror or error}; set "
-            f"{CACHE_VARIABLE} to another directory"
-        ) from error
+    with unfinished_copy(made, f"{key} is {SMOLLM2}") as unfinished:
+        if not made.is_dir():
+            _convert(source, unfinished)
+            unfinished.rename(made)
     return made
 
 

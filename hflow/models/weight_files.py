@@ -53,7 +53,7 @@ def check_weight_files(path: Path, expected: Mapping[str, tuple[int, ...]]) -> N
 
     Args:
         path: the checkpoint's directory.
-        expected: the shape of each tensor; empty if they are not known.
+        expected: the shape of each tensor of the checkpoint; empty if they are not known.
 
     Raises:
         BackendError: for weights that cannot be read, or that do not fit.

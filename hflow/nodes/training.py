@@ -98,7 +98,7 @@ def sapo_train(
         seqs: the layout of the batch.
         tau_positive: how soon the gate closes where A > 0.
         tau_negative: how soon the gate closes elsewhere.
-        level: the ratio of each token, or the geometric mean over its sequence.
+        level: the ratio of each token, as in the paper, or the geometric mean over its sequence, as in TRL.
 
     Returns:
         The loss `[T]`, and metrics.

@@ -48,6 +48,7 @@ def compile_plan(
     request: PlanRequest,
     *,
     candidates: tuple[Candidate, ...] = (),
+    backend: str = "",
     with_limits: bool = False,
     searched: PlanRequest | None = None,
     simulate: PeriodFunction | None = None,
@@ -58,6 +59,7 @@ def compile_plan(
         graph: a checked graph.
         request: the cluster, where each model runs, and the settings of the run.
         candidates: placements that were compared, if the planner has chosen this one.
+        backend: the training backend that was chosen, with the reason.
         with_limits: whether to find the settings that make a step longer than necessary (`Forecast.limits`).
         searched: the request before the planner chose this one; limits need it.
         simulate: a function that gives the seconds of a step where the period leaves out waiting. On
@@ -81,7 +83,7 @@ def compile_plan(
     )
     plan = dataclasses.replace(plan, unrunnable=unrunnable)
     estimates = build_forecast(plan, request)
-    estimates = dataclasses.replace(estimates, layouts=reasons, candidates=candidates)
+    estimates = dataclasses.replace(estimates, layouts=reasons, candidates=candidates, backend=backend)
     if simulate is not None and (candidates or with_limits or is_gpu(plan.cluster.device)):
         estimates = _simulated(dataclasses.replace(plan, forecast=estimates), estimates, simulate)
     if with_limits:

@@ -57,6 +57,7 @@ def choice_lines(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield what the planner chose besides the placement, each with the reason: a label and a line."""
     engines = ((choice.replica, f"{choice.engine}: {choice.why}") for choice in plan.engines)
     lines = {
+        "backend": plan.forecast.backend,
         "engine": _choices_line(engines),
         "attention": attention_line(plan),
         "layers": layers_line(plan),

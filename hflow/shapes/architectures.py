@@ -1,8 +1,8 @@
 """The families of models, and how a `ModelShape` is read from a Hugging Face `config.json`.
 
-The tensors of `FAMILIES` are known one by one, so every backend can divide them. Of
-`PLANNED_FAMILIES` parameters, caches and FLOPs are known: their plans are whole, but most run only where a
-backend takes any model of transformers, without dividing tensors. `UNSUPPORTED` run nowhere.
+Every backend can divide the tensors of `FAMILIES`. Of `PLANNED_FAMILIES` parameters, caches and FLOPs are
+known, and the tensors one by one if they are among `KNOWN_FAMILIES`: their plans are whole, but some run only
+where a backend takes any model of transformers, without dividing tensors. `UNSUPPORTED` run nowhere.
 """
 
 from __future__ import annotations
@@ -51,16 +51,32 @@ FAMILIES: Mapping[str, Mapping[str, int | None]] = {
 transformers' defaults for keys that a config lacks. None: as many key-value heads as heads; D / H for the
 head size."""
 
-EXPERT_FAMILIES = tuple(name for name, sizes in FAMILIES.items() if "num_experts" in sizes)
-"""The families with experts. Experts of other families keep the names that transformers gives them, so that
-only the torch backend and the embedded engine can exchange them."""
-DENSE_FAMILIES = tuple(name for name in FAMILIES if name not in EXPERT_FAMILIES)
-"""The families without experts. They differ in biases, head norms and sizes only."""
-KNOWN_FAMILIES = (*FAMILIES, "gemma3_text")
-"""The families whose tensors `tensors` lists under their names in checkpoints."""
 
-SCORE_BIAS = "e_score_correction_bias"
-"""Name of the bias by which routers of some families choose, in fp32."""
+class ExpertNames(NamedTuple):
+    """What checkpoints of a family call an MLP with experts, and the matrices of one of them."""
+
+    mlp: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+EXPERT_FAMILIES: Mapping[str, ExpertNames] = {
+    "qwen3_moe": ExpertNames(),
+    "mixtral": ExpertNames("block_sparse_moe", "w1", "w3", "w2"),
+    "glm4_moe": ExpertNames(),
+    "deepseek_v2": ExpertNames(),
+    "deepseek_v3": ExpertNames(),
+}
+"""The families whose experts have hflow's names (`models.expert_tensors`). Experts of other families keep the
+names that transformers gives them, so that only the torch backend and the embedded engine can exchange
+them."""
+DENSE_FAMILIES = tuple(name for name in FAMILIES if name not in EXPERT_FAMILIES)
+"""The families of `FAMILIES` without experts. They differ in biases, head norms and sizes only."""
+LLAMA_LIKE_FAMILIES = (*FAMILIES, "mixtral")
+"""The families with Llama's layers: grouped queries, two norms, and a gated MLP or a mixture of such."""
+KNOWN_FAMILIES = (*dict.fromkeys((*FAMILIES, "gemma3_text", "glm4", *EXPERT_FAMILIES)),)
+"""The families whose tensors `tensors` lists under their names in checkpoints, those of experts stacked."""
 
 
 class RouterKind(NamedTuple):
@@ -70,21 +86,24 @@ class RouterKind(NamedTuple):
     """Name of the class."""
     score: Literal["softmax", "sigmoid"] = "softmax"
     """What makes scores of logits."""
+    replays: bool = False
+    """Whether they can compute with experts that an engine chose (`models.expert_replay`)."""
     has_bias: bool = False
     """Whether experts are chosen by scores with the bias `SCORE_BIAS`, which has no gradient."""
 
 
 ROUTERS: Mapping[str, RouterKind] = {
-    "qwen3_moe": RouterKind("Qwen3MoeTopKRouter"),
+    "qwen3_moe": RouterKind("Qwen3MoeTopKRouter", replays=True),
     "qwen2_moe": RouterKind("Qwen2MoeTopKRouter"),
-    "mixtral": RouterKind("MixtralTopKRouter"),
+    "mixtral": RouterKind("MixtralTopKRouter", replays=True),
     "olmoe": RouterKind("OlmoeTopKRouter"),
     "gpt_oss": RouterKind("GptOssTopKRouter"),
     "deepseek_v2": RouterKind("DeepseekV2TopkRouter"),
     "deepseek_v3": RouterKind("DeepseekV3TopkRouter", "sigmoid", has_bias=True),
     "glm4_moe": RouterKind("Glm4MoeTopkRouter", "sigmoid", has_bias=True),
 }
-"""Families whose experts can be balanced (`models.NAME.balance`)."""
+"""Families whose experts can be balanced (`models.NAME.balance`). None of those that replay has groups of
+experts, or scores that are not probabilities."""
 
 
 def read_shape(config: Config, head: str = "lm") -> ModelShape | None:
@@ -109,7 +128,7 @@ def read_shape(config: Config, head: str = "lm") -> ModelShape | None:
         text = config.get("text_config")
         inner = {"model_type": _WITH_TEXT_CONFIG[family], **text} if isinstance(text, Mapping) else {}
         return read_shape(inner, head)
-    if family in EXPERT_FAMILIES:
+    if family == "qwen3_moe":
         shape = _qwen3_moe(family, config)
     elif family in FAMILIES:
         shape = _dense_shape(family, config, FAMILIES[family])
@@ -249,7 +268,9 @@ def _deepseek_v3(family: str, config: Config) -> ModelShape:
     )
     sizes = {**config, "head_dim": latent.nope + latent.rope, "num_key_value_heads": None}
     shape = _dense_shape(family, sizes, _NO_DEFAULTS)
-    return replace(shape, latent=latent, experts=_deepseek_experts(family, config))
+    has_bias = bool(config.get("attention_bias", False))
+    experts = _deepseek_experts(family, config)
+    return replace(shape, latent=latent, experts=experts, has_qkv_bias=has_bias, has_out_bias=has_bias)
 
 
 def _deepseek_experts(family: str, config: Config) -> Experts:
@@ -317,7 +338,7 @@ def _full_every(family: str, config: Config) -> int:
 
 
 def _glm4(family: str, config: Config) -> ModelShape:
-    has_bias = bool(config.get("attention_bias", False))
+    has_bias = bool(config.get("attention_bias", True))
     return replace(_dense_shape(family, config, _NO_DEFAULTS), has_qkv_bias=has_bias, has_post_norms=True)
 
 

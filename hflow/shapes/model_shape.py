@@ -7,10 +7,12 @@ their matrices.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
+from typing import NamedTuple
 
 from hflow.shapes.vision_shape import PREFIXES, VisionShape, tower_tensors
 
@@ -176,10 +178,23 @@ class TensorSpec:
         return count
 
 
+SCORE_BIAS = "e_score_correction_bias"
+"""Name of the bias by which routers of some families choose."""
+
+
+def is_in_fp32(tensor: str) -> bool:
+    """Return whether trainers and engines keep a tensor in fp32 in models of any dtype."""
+    return tensor.endswith(f".{SCORE_BIAS}")
+
+
 EMBEDDING, OUTPUT = "embed_tokens", "lm_head"
 """The modules of the embedding and of the output matrix."""
+EXPERT_TARGETS = ("experts.gate_up_proj", "experts.down_proj")
+"""The parameters of a layer's experts that adapters can be added to, as in transformers: the gates and ups,
+`[N, 2F, D]`, and the downs, `[N, D, F]`."""
 A, B = "lora_A.weight", "lora_B.weight"
-"""Ends of the names of an adapter's two matrices, `[r, inputs]` and `[outputs, r]`."""
+"""Ends of the names of an adapter's two matrices, `[r, inputs]` and `[outputs, r]`; those of experts are
+stacked."""
 MAGNITUDE = "lora_magnitude_vector.weight"
 """End of the name of the lengths of a matrix's rows, `[outputs]`, which DoRA learns."""
 EMBEDDING_A, EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"
@@ -189,6 +204,7 @@ NF4_BLOCK, NF4_NESTED_BLOCK = 64, 256
 ADAPTER_ENDS = (A, B, MAGNITUDE, EMBEDDING_A, EMBEDDING_B)
 
 DTYPE_BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2}
+CACHE_BYTES: Mapping[str, int] = {**DTYPE_BYTES, "fp8": 1}
 """Bytes of one entry by dtype."""
 
 
@@ -320,6 +336,11 @@ def measured_matrices(shape: ModelShape) -> tuple[int, ...]:
     )
 
 
+def expert_targets(shape: ModelShape) -> tuple[str, ...]:
+    """Return the parameters of experts that adapters can be added to: those without biases."""
+    return () if shape.experts is None or shape.experts.has_bias else EXPERT_TARGETS
+
+
 def outer_targets(shape: ModelShape) -> tuple[str, ...]:
     """Return the modules outside the layers that adapters can be added to.
 
@@ -338,7 +359,7 @@ def adapted_shape(
     Args:
         shape: the model.
         r: rank of the adapters.
-        targets: the modules that have adapters, some of `adapter_targets` and `outer_targets`.
+        targets: what has adapters, some of `adapter_targets`, `expert_targets` and `outer_targets`.
         has_magnitudes: whether the lengths of rows are learned, too.
     """
     return replace(shape, adapter=AdapterShape(r, tuple(targets), has_magnitudes))
@@ -389,14 +410,19 @@ def active_parameters(shape: ModelShape) -> int:
 
     The output matrix counts, even if it is the embedding. The embedding does not, as a token reads one row.
     """
-    inactive = sum(
+    embedding = 0 if shape.is_tied else shape.vocab * shape.hidden
+    return num_parameters(shape) - inactive_parameters(shape) - embedding
+
+
+@lru_cache
+def inactive_parameters(shape: ModelShape) -> int:
+    """Return the number of parameters of the experts that are not chosen for a token."""
+    return sum(
         (last - first) * spec.numel // spec.num_experts * (spec.num_experts - shape.experts.per_token)
         for first, last in equal_layers(shape, 0, shape.num_layers)
         for spec in layer_template(shape, first)
         if shape.experts is not None and spec.num_experts > 1
     )
-    embedding = 0 if shape.is_tied else shape.vocab * shape.hidden
-    return num_parameters(shape) - inactive - embedding
 
 
 def _layer(shape: ModelShape, index: str, layer: int) -> Iterator[TensorSpec]:
@@ -406,6 +432,68 @@ def _layer(shape: ModelShape, index: str, layer: int) -> Iterator[TensorSpec]:
     for spec in _weights_of_layer(shape, index, layer):
         if _is_linear(spec) and _module(spec) in shape.adapter.targets:
             yield from _adapter(spec, shape.adapter)
+    if shape.has_experts(layer):
+        yield from _expert_adapters(shape, f"{shape.prefix}layers.{index}.mlp.", layer)
+
+
+def _expert_adapters(shape: ModelShape, prefix: str, layer: int) -> Iterator[TensorSpec]:
+    """Yield the tensors of experts' adapters, which every tensor rank has whole."""
+    adapter, experts, d = shape.adapter, shape.experts, shape.hidden
+    assert adapter is not None
+    assert experts is not None
+    n, r, f = experts.num, adapter.r, experts.intermediate
+    for target, (rows, columns) in zip(EXPERT_TARGETS, ((2 * f, d), (d, f)), strict=True):
+        if target in adapter.targets:
+            for end, sizes in ((A, (n, r, columns)), (B, (n, rows, r))):
+                yield TensorSpec(f"{prefix}{target}.{end}", sizes, layer, "layer", num_experts=n)
+
+
+class AdaptedPart(NamedTuple):
+    """The adapter that changes a tensor."""
+
+    path: str
+    """The adapter's name, up to `ADAPTER_ENDS`."""
+    half: int | None = None
+    """The half of the adapter's outputs that are the tensor's: 0 for gates, 1 for ups; None: all."""
+
+
+def adapted_part(name: str) -> AdaptedPart:
+    """Return the adapter that changes a tensor, if there is one, given the tensor's name here or in torch."""
+    of_experts = re.fullmatch(r"(.*\.experts\.)(gate|up|gate_up|down)_proj(\.weight)?", name)
+    if of_experts is None:
+        return AdaptedPart(name.removesuffix("weight"))
+    path, kind, _ = of_experts.groups()
+    target = "down_proj." if kind == "down" else "gate_up_proj."
+    return AdaptedPart(path + target, {"gate": 0, "up": 1}.get(kind))
+
+
+class AdapterWidths(NamedTuple):
+    """Sizes of the adapters that a token passes in a layer, all together, as the mean over layers."""
+
+    inputs: float
+    low: float
+    """Numbers between the two matrices."""
+    outputs: float
+    magnitudes: float
+    """Outputs that are scaled (DoRA)."""
+    split_magnitudes: float
+    """Those of them that tensor ranks divide."""
+
+
+@lru_cache
+def adapter_widths(shape: ModelShape) -> AdapterWidths:
+    """Return the sizes of the adapters of a layer, given their shape."""
+    sums = [0.0] * len(AdapterWidths._fields)
+    for first, last in equal_layers(shape, 0, shape.num_layers):
+        for spec in layer_template(shape, first):
+            num = (last - first) / shape.num_layers
+            if shape.experts is not None and spec.num_experts > 1:
+                num *= shape.experts.per_token
+            for place, (end, axis) in enumerate(((A, -1), (A, -2), (B, -2), (MAGNITUDE, -1))):
+                sums[place] += num * spec.shape[axis] if spec.name.endswith(end) else 0.0
+            if spec.name.endswith(MAGNITUDE) and spec.split_axis is not None:
+                sums[-1] += num * spec.numel
+    return AdapterWidths(*sums)
 
 
 def _adapter(spec: TensorSpec, adapter: AdapterShape) -> Iterator[TensorSpec]:
@@ -443,12 +531,19 @@ def _weights_of_layer(shape: ModelShape, index: str, layer: int) -> Iterator[Ten
     yield from _latent_attention(shape, prefix, layer) if shape.latent else _attention(shape, prefix, layer)
     if shape.has_experts(layer):
         yield from _expert_mlp(shape, f"{prefix}mlp.", layer)
+    elif shape.family == "glm4":
+        yield from _fused_mlp(shape, f"{prefix}mlp.", layer)
     else:
         yield from _mlp(shape, f"{prefix}mlp.", shape.intermediate, layer)
     norms = ("input_layernorm", "post_attention_layernorm")
-    post_norms = ("pre_feedforward_layernorm", "post_feedforward_layernorm") if shape.has_post_norms else ()
-    for name in (*norms, *post_norms):
+    for name in (*norms, *(_post_norms(shape.family) if shape.has_post_norms else ())):
         yield TensorSpec(f"{prefix}{name}.weight", (shape.hidden,), layer, "layer")
+
+
+def _post_norms(family: str) -> tuple[str, str]:
+    if family == "glm4":
+        return "post_self_attn_layernorm", "post_mlp_layernorm"
+    return "pre_feedforward_layernorm", "post_feedforward_layernorm"
 
 
 def _attention(shape: ModelShape, prefix: str, layer: int) -> Iterator[TensorSpec]:
@@ -478,13 +573,19 @@ def _latent_attention(shape: ModelShape, prefix: str, layer: int) -> Iterator[Te
         yield TensorSpec(f"{at}q_proj.weight", (queries, d), layer, "layer", 0, heads)
     else:
         yield TensorSpec(f"{at}q_a_proj.weight", (latent.q_rank, d), layer, "layer")
+        if shape.has_qkv_bias:
+            yield TensorSpec(f"{at}q_a_proj.bias", (latent.q_rank,), layer, "layer")
         yield TensorSpec(f"{at}q_a_layernorm.weight", (latent.q_rank,), layer, "layer")
         yield TensorSpec(f"{at}q_b_proj.weight", (queries, latent.q_rank), layer, "layer", 0, heads)
     yield TensorSpec(f"{at}kv_a_proj_with_mqa.weight", (latent.cached, d), layer, "layer")
+    if shape.has_qkv_bias:
+        yield TensorSpec(f"{at}kv_a_proj_with_mqa.bias", (latent.cached,), layer, "layer")
     yield TensorSpec(f"{at}kv_a_layernorm.weight", (latent.kv_rank,), layer, "layer")
     keys_and_values = heads * (latent.nope + latent.value)
     yield TensorSpec(f"{at}kv_b_proj.weight", (keys_and_values, latent.kv_rank), layer, "layer", 0, heads)
     yield TensorSpec(f"{at}o_proj.weight", (d, heads * latent.value), layer, "layer", 1, heads)
+    if shape.has_out_bias:
+        yield TensorSpec(f"{at}o_proj.bias", (d,), layer, "layer")
 
 
 def _mlp(shape: ModelShape, prefix: str, intermediate: int, layer: int) -> Iterator[TensorSpec]:
@@ -498,6 +599,13 @@ def _mlp(shape: ModelShape, prefix: str, intermediate: int, layer: int) -> Itera
         yield TensorSpec(f"{prefix}down_proj.bias", (d,), layer, "layer")
 
 
+def _fused_mlp(shape: ModelShape, prefix: str, layer: int) -> Iterator[TensorSpec]:
+    """Yield an MLP whose gate and up are one matrix, which tensor ranks would not divide in one place."""
+    d, f = shape.hidden, shape.intermediate
+    yield TensorSpec(f"{prefix}gate_up_proj.weight", (2 * f, d), layer, "layer", 0)
+    yield TensorSpec(f"{prefix}down_proj.weight", (d, f), layer, "layer", 1, f)
+
+
 def _expert_mlp(shape: ModelShape, prefix: str, layer: int) -> Iterator[TensorSpec]:
     """Yield the router, the experts and the shared experts. Tensor ranks divide the rows of every expert."""
     experts, d = shape.experts, shape.hidden
@@ -505,7 +613,8 @@ def _expert_mlp(shape: ModelShape, prefix: str, layer: int) -> Iterator[TensorSp
     n, f = experts.num, experts.intermediate
     yield TensorSpec(f"{prefix}gate.weight", (n, d), layer, "layer")
     if experts.has_router_bias:
-        yield TensorSpec(f"{prefix}gate.bias", (n,), layer, "layer")
+        bias = "bias" if experts.has_bias else SCORE_BIAS  # gpt-oss has biases of all matrices
+        yield TensorSpec(f"{prefix}gate.{bias}", (n,), layer, "layer")
     for name in ("gate", "up"):
         at = f"{prefix}experts.{name}_proj."
         yield TensorSpec(at + "weight", (n, f, d), layer, "layer", 1, f, num_experts=n)

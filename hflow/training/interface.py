@@ -272,13 +272,12 @@ class ModelBackend(abc.ABC):
         """Return a backend of another model on this one's frozen weights, with the adapters of its settings.
 
         Called when models are built, if the plan says that a model has no weights of its own. Without `lora`
-        it is the frozen model without adapters. With `lora`, which only backends with the trait
-        `shares_base` get, it trains its own, which no other model reads.
+        it is the frozen model without adapters. With `lora` it trains its own, which no other model reads.
 
         Args:
             settings: settings of the other model.
         """
-        raise BackendError(f"{type(self).__name__} has no adapters that could be turned off")
+        raise BackendError(f"{type(self).__name__} does not share its weights")
 
     def pin_copies(self) -> None:  # noqa: B027  optional
         """Begin to pin the host memory to which `save` and `save_shards` copy, on a thread.

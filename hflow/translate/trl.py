@@ -215,6 +215,7 @@ TABLES: dict[str, Sequence[Row]] = {
         same("lora_r", "models.actor.lora.r"),
         same("lora_alpha", "models.actor.lora.alpha"),
         same("lora_target_modules", "models.actor.lora.targets", "null: PEFT's choice; `all-linear` here"),
+        same("lora_target_parameters", "models.actor.lora.targets", "those of experts"),
         same("lora_dropout", "", "0 only: adapters have no dropout"),
         manual("lora_*", note="[LoRA](../lora.md)"),
         same("use_rslora", "models.actor.lora.rslora"),
@@ -705,6 +706,9 @@ def _model_settings(given: Given, draft: RecipeDraft) -> None:
         if given.value("bnb_4bit_quant_type") != "nf4":
             given.leave("bnb_4bit_quant_type", "weights in 4 bits are nf4")
     targets = given.value("lora_target_modules")
+    if of_experts := given.value("lora_target_parameters"):  # peft knows them by the ends of their names
+        modules = [targets] if isinstance(targets, str) else targets or []
+        targets = [*modules, *(".".join(name.split(".")[-2:]) for name in of_experts)]
     if targets is None:
         given.differs(
             "lora_target_modules", "all matrices of decoder layers here; PEFT chooses by the model's family"

@@ -426,7 +426,11 @@ TABLES: dict[str, Sequence[Row]] = {
         missing(f"{ROLLOUT}.ignore_eos"),
         manual(f"{ROLLOUT}.full_determinism", "`deterministic=true`"),
         manual(f"{ROLLOUT}.over_sample_rate", "`schedule.max_staleness` lets generation run ahead"),
-        missing(f"{ROLLOUT}.engine_kwargs.*"),
+        missing(
+            f"{ROLLOUT}.engine_kwargs.*",
+            "of what is added, `vllm.kv_cache_dtype=fp8` is `models.actor.gen.cache_dtype`: "
+            "[a cache in FP8](../engines.md#kv-cache-in-fp8)",
+        ),
         missing(f"{ROLLOUT}.router_config_path"),
         missing(f"{ROLLOUT}.moe_load_balance_metrics_interval"),
         same(
@@ -955,6 +959,12 @@ def _generation(given: Given, draft: RecipeDraft, devices: int) -> None:
     draft.set("schedule.max_concurrent", min(draft.settings["batch"] * group, devices // ranks * running))
     if given.choice(f"{ROLLOUT}.quantization", (None, "fp8"), "engines quantise weights to fp8, or not"):
         draft.set("models.actor.gen.quantization", "fp8")
+    cache = f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype"
+    if given.values.get(cache) in ("fp8", "fp8_e4m3"):
+        draft.set("models.actor.gen.cache_dtype", "fp8")
+        given.differs(
+            cache, "models.actor.gen.cache_dtype keeps keys and values without scales: docs/engines.md"
+        )
     if given.flag(f"{ROLLOUT}.enable_rollout_routing_replay"):
         draft.set("nodes.actor_gen.routing_replay", True)
     if given.flag(f"{ROLLOUT}.multi_turn.enable"):

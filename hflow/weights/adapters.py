@@ -8,7 +8,16 @@ import torch
 from torch import Tensor
 
 from hflow.base.errors import RunError
-from hflow.shapes.model_shape import ADAPTER_ENDS, EMBEDDING_A, EMBEDDING_B, MAGNITUDE, A, B
+from hflow.shapes.model_shape import (
+    ADAPTER_ENDS,
+    EMBEDDING_A,
+    EMBEDDING_B,
+    MAGNITUDE,
+    A,
+    AdaptedPart,
+    B,
+    adapted_part,
+)
 from hflow.types.tensor_slices import (
     Block,
     Box,
@@ -37,9 +46,9 @@ def merge(
     """Return `base + scale * b @ a`, computed in fp32, in the dtype of `base`.
 
     Args:
-        base: some rows and columns of a matrix, `[outputs, inputs]`.
-        a: the adapter's first matrix, `[r, inputs]`.
-        b: the adapter's second matrix, `[outputs, r]`.
+        base: some rows and columns of a matrix, `[outputs, inputs]`; those of experts are stacked.
+        a: the adapter's first matrix, `[r, inputs]`, likewise.
+        b: the adapter's second matrix, `[outputs, r]`, likewise.
         scale: the factor of adapters' output.
         magnitude: the lengths `[outputs]` that rows get (DoRA); None: they keep theirs.
         sum_over_ranks: sums squares over the ranks with the other columns; None: there are none.
@@ -61,12 +70,13 @@ def with_adapter(adapters: Mapping[str, Tensor], scale: float, name: str, tensor
         name: the tensor's name.
         tensor: the tensor, whole.
     """
-    path = name.removesuffix("weight")
+    path, half = adapted_part(name)
     if path + EMBEDDING_A in adapters:
         return merge(tensor, adapters[path + EMBEDDING_B].T, adapters[path + EMBEDDING_A].T, scale)
     if path + A not in adapters:
         return tensor
-    return merge(tensor, adapters[path + A], adapters[path + B], scale, adapters.get(path + MAGNITUDE))
+    b = adapters[path + B] if half is None else adapters[path + B].chunk(2, -2)[half]
+    return merge(tensor, adapters[path + A], b, scale, adapters.get(path + MAGNITUDE))
 
 
 class _Adapters(IncomingWeights):
@@ -137,17 +147,19 @@ class MergedWeights(_Adapters):
         """
         arrived = {tensor.name: tensor for tensor in self._arrivals()}
         targets = {x.removesuffix(end) for x in arrived for end in ADAPTER_ENDS if x.endswith(end)}
+        parts = {name: adapted_part(name) for name in self._base}
+        held_paths = {part.path for part in parts.values()}
         for path in sorted(targets):
             pairs = ({path + A, path + B}, {path + EMBEDDING_A, path + EMBEDDING_B})
-            if f"{path}weight" not in self._base or not any(pair <= arrived.keys() for pair in pairs):
+            if path not in held_paths or not any(pair <= arrived.keys() for pair in pairs):
                 raise RunError(
                     f"received an adapter of {path}weight, of which the engine lacks the weight or a matrix. "
                     "If it happens again, the weight route has a bug"
                 )
         for name, held in self._base.items():
-            values, path = held.values.to(self._target), name.removesuffix("weight")
-            if path in targets:
-                values = self._merge(path, held, values, arrived)
+            values = held.values.to(self._target)
+            if parts[name].path in targets:
+                values = self._merge(parts[name], held, values, arrived)
             whole = whole_box(held.shape)
             shaped = values
             if held.box != whole:
@@ -155,21 +167,24 @@ class MergedWeights(_Adapters):
                 shaped[slices_within(held.box, whole)] = values
             yield IncomingTensor(name, shaped, (held.box,), (block_checksum(held.block(values)),))
 
-    def _merge(self, path: str, held: Block, values: Tensor, arrived: Mapping[str, IncomingTensor]) -> Tensor:
-        """Return a rank's part of a matrix with its adapter added."""
-        rows, columns = held.box
+    def _merge(
+        self, part: AdaptedPart, held: Block, values: Tensor, arrived: Mapping[str, IncomingTensor]
+    ) -> Tensor:
+        """Return a rank's part of a matrix, or of those of experts, with its adapter added."""
+        path, (*experts, rows, columns) = part.path, held.box
         if path + EMBEDDING_A in arrived:
             r = arrived[path + EMBEDDING_A].tensor.shape[0]
             a = _part(arrived[path + EMBEDDING_B], (columns, (0, r))).to(self._target)
             b = _part(arrived[path + EMBEDDING_A], ((0, r), rows)).to(self._target)
             return merge(values, a.T, b.T, self._scale)
-        r = arrived[path + A].tensor.shape[0]
-        a = _part(arrived[path + A], ((0, r), columns)).to(self._target)
-        b = _part(arrived[path + B], (rows, (0, r))).to(self._target)
+        r, first = arrived[path + A].tensor.shape[-2], (part.half or 0) * held.shape[-2]
+        outputs = (first + rows[0], first + rows[1])
+        a = _part(arrived[path + A], (*experts, (0, r), columns)).to(self._target)
+        b = _part(arrived[path + B], (*experts, outputs, (0, r))).to(self._target)
         magnitude = None
         if path + MAGNITUDE in arrived:
             magnitude = _part(arrived[path + MAGNITUDE], (rows,)).to(self._target)
-        is_divided = columns != (0, held.shape[1])
+        is_divided = columns != (0, held.shape[-1])
         return merge(values, a, b, self._scale, magnitude, self._sum_over_ranks if is_divided else None)
 
 

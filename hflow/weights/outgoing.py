@@ -13,6 +13,7 @@ from torch import Tensor
 from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.rows import WeightRoute
 from hflow.planner.weights.weight_slices import Receivers, WeightSlice, slices_to_keep, slices_to_send
+from hflow.shapes.model_shape import is_in_fp32
 from hflow.types.tensor_slices import Block, box_shape, intersect, numel, slices_within
 from hflow.weights.buckets import Slices, SliceValues, pack_buckets, whole_slices
 from hflow.weights.checksum import MODULUS
@@ -91,9 +92,8 @@ class _SliceReader:
         blocks = self._blocks.get(piece.tensor, [])
         overlaps = [(box, block) for block in blocks if (box := intersect(block.box, piece.box)) is not None]
         assert sum(numel(box) for box, _ in overlaps) == numel(piece.box), f"{piece} is not held here"
-        parts = [
-            (box, block.values[slices_within(box, block.box)].to(self._dtype)) for box, block in overlaps
-        ]
+        dtype = None if is_in_fp32(piece.tensor) else self._dtype
+        parts = [(box, block.values[slices_within(box, block.box)].to(dtype)) for box, block in overlaps]
         if len(parts) == 1:
             return parts[0][1]
         values = parts[0][1].new_empty(box_shape(piece.box))

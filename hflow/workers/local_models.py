@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from pathlib import Path
 
 from hflow.models.hub import fetch_description, fetch_model, hub_model
 from hflow.workers.interface import WorkerSetup
@@ -24,7 +25,8 @@ def with_local_models(setup: WorkerSetup, hosted: Collection[str]) -> WorkerSetu
         if settings.path is not None:
             fetch = fetch_model if name in hosted else fetch_description
             path = str(fetch(settings.path, f"models.{name}.path"))
-            base = settings.path if hub_model(settings.path) else None
+            is_adapter = path != settings.path and Path(settings.path).is_dir()
+            base = settings.path if is_adapter or hub_model(settings.path) else None
             models[name] = replace(settings, path=path, base=base)
     for name, tokenizer in setup.tokenizers.items():
         if tokenizer.path is not None:

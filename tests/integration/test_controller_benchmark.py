@@ -32,3 +32,13 @@ def test_small_runs_train_all_steps(staleness: int, interrupt: bool, monkeypatch
     assert found["steps"] == SMALL.steps
     assert found["samples"] == pytest.approx(SMALL.steps * SMALL.batch * 8, rel=0.3)
     assert found["staleness_max"] <= staleness
+
+
+def test_eight_models_train_all_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks.speed import controller_scale
+
+    found = controller_scale.measure(128, Namespace(batch=32, steps=4, rate=20_000))
+    assert found["steps"] == 4
+    assert found["samples"] == 4 * 32 * 8
+    assert found["sent_bytes"] > 0

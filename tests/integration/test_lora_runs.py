@@ -33,8 +33,12 @@ COMMON += ["models.actor.optim.warmup_steps=0"]
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return a checkpoint of the recipe's tiny model."""
-    path = tmp_path_factory.mktemp("base")
-    compiled = compile_recipe(ROOT / RECIPE, ["models.actor.path=null"])
+    return saved_base(tmp_path_factory.mktemp("base"))
+
+
+def saved_base(path: Path, *overrides: str) -> str:
+    """Save a model with random weights, and return the override that begins from it."""
+    compiled = compile_recipe(ROOT / RECIPE, [*overrides, "models.actor.path=null"])
     architecture = compiled.config.models["actor"].architecture
     TorchModel(ModelSettings(name="actor", architecture=architecture), RankPosition()).save(str(path))()
     return f"models.actor.path={path}"
@@ -75,6 +79,33 @@ def test_magnitudes_and_weights_in_4_bits(base: str, tmp_path: Path, options: st
     merge_adapter(saved, merged)
     for name, tensor in load_file(merged / "model.safetensors").items():
         torch.testing.assert_close(tensor, trained[name], atol=1e-6, rtol=0)
+
+
+def test_adapters_of_experts(tmp_path: Path) -> None:
+    """The engine and the reference are the trainer's, also after a resume, and the export has them."""
+    mixed, targets = (
+        "model@models.actor=tiny-qwen3-moe",
+        "[all-linear,experts.gate_up_proj,experts.down_proj]",
+    )
+    lora = f"models.actor.lora={{r: 4, alpha: 8, save_merged: true, targets: {targets}}}"
+    base = saved_base(tmp_path / "base", mixed)
+    saving = ["save_every=1", "keep_checkpoints=null", "steps=3"]
+    summary = run(RECIPE, tmp_path / "run", mixed, *COMMON, lora, base, *saving)
+    assert max(row[f"actor_train/{ENGINE_GAP_MAX.suffix}"] for row in steps_of(summary)) < 1e-5
+    assert {"experts.base_layer.lora_A.weight", "experts.lora_B.weight"} <= {
+        name.rpartition("mlp.")[2] for name in adapter(summary)
+    }
+    assert largest_difference(adapter(summary, "step-1"), adapter(summary, "step-2")) > 1e-3
+    saved = summary.directory / "checkpoints" / "latest" / "actor"
+    merged, trained = tmp_path / "merged", load_file(saved / "merged" / "model.safetensors")
+    merge_adapter(saved, merged)
+    for name, tensor in load_file(merged / "model.safetensors").items():
+        torch.testing.assert_close(tensor, trained[name], atol=1e-6, rtol=0)
+    copy = tmp_path / "interrupted"
+    shutil.copytree(summary.directory, copy, symlinks=True)
+    for step in (2, 3):
+        shutil.rmtree(copy / "checkpoints" / f"step-{step}")
+    assert largest_difference(adapter(run_recipe.resume(str(copy), live=False)), adapter(summary)) == 0
 
 
 def test_a_reference_model_is_the_trainer_without_adapters(base: str) -> None:
@@ -126,7 +157,7 @@ def test_megatron_continues_what_torch_has_saved(summary: RunSummary, base: str,
 
 
 def test_a_checkpoint_of_an_adapter_is_served_merged(summary: RunSummary, base: str, tmp_path: Path) -> None:
-    """The merged model has the base's tensors; an adapter is not a path to train from."""
+    """The merged model has the base's tensors."""
     served = find_checkpoint(str(summary.directory), [], None)
     assert (served.name, served.dtype) == ("actor", "fp32")
     assert served.tokenizer.path == str(served.directory)
@@ -141,8 +172,6 @@ def test_a_checkpoint_of_an_adapter_is_served_merged(summary: RunSummary, base: 
     moved = {name for name in merged if not torch.equal(merged[name], before[name])}
     assert moved == {name for name in merged if "_proj.weight" in name}
     saved = summary.directory / "checkpoints/latest/actor"
-    with pytest.raises(ConfigError, match=r"which holds an adapter; merge it by hflow export"):
-        run(RECIPE, tmp_path / "refused", *COMMON, f"models.actor.path={saved}")
     other = tmp_path / "other"
     shutil.copytree(base.partition("=")[2], other)
     save_file({name: 2 * tensor for name, tensor in before.items()}, other / "model.safetensors")
@@ -155,9 +184,53 @@ def test_a_checkpoint_of_an_adapter_is_served_merged(summary: RunSummary, base: 
     )
     with pytest.raises(ConfigError, match=r"adapter of other weights .*/other/model\.safetensors has other"):
         model_directory(moved_base)
+    with pytest.raises(ConfigError, match=r"adapter of other weights .*/other/model\.safetensors has other"):
+        run(RECIPE, tmp_path / "refused", *COMMON, base, f"models.ref.path={moved_base}")
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "gone"}')
     with pytest.raises(ConfigError, match="an adapter of the model in gone, which has no checkpoint"):
         find_checkpoint(str(tmp_path), [], None)
+
+
+def test_the_path_of_a_model_may_be_an_adapter(
+    summary: RunSummary, base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reference that was trained before is the exported one, and new adapters are trained beside that."""
+    monkeypatch.setenv("HFLOW_CACHE", str(tmp_path / "cache"))
+    saved = summary.directory / "checkpoints/latest/actor"
+    exported = export(str(summary.directory), tmp_path / "exported").directory
+    rows = []
+    for number, path in enumerate((saved, exported, saved)):
+        reference = [base, f"models.ref.path={path}", "nodes.kl_reward.beta=0.5", "steps=2"]
+        done = run(RECIPE, tmp_path / str(number), *COMMON, *reference)
+        rows.append([row["actor_train/loss"] for row in steps_of(done)])
+    assert rows[0] == rows[1] == rows[2]
+    assert len(list((tmp_path / "cache").glob("merged-actor-*/model.safetensors"))) == 1
+    resumed = run_recipe.resume(str(done.directory), ["steps=3"], live=False)
+    assert resumed.steps == 3
+    plans = [
+        compile_recipe(ROOT / RECIPE, [*COMMON, f"models.actor.path={p}"]).plan for p in (saved, exported)
+    ]
+    assert plans[0].shapes == plans[1].shapes
+    again, wanted = (
+        run(RECIPE, tmp_path / name, *COMMON, f"models.actor.path={path}", "steps=2")
+        for name, path in (("again", saved), ("wanted", exported))
+    )
+    assert largest_difference(adapter(again), adapter(wanted)) == 0
+    config = json.loads((again.directory / "checkpoints/latest/actor/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(saved.resolve())
+    merged = [
+        load_file(find_checkpoint(str(x.directory), [], None).directory / "model.safetensors")
+        for x in (again, wanted)
+    ]
+    assert all(torch.equal(x, merged[1][name]) for name, x in merged[0].items())
+    with pytest.raises(ConfigError, match=r"has the optimizer state of an adapter alone; set"):
+        run(
+            RECIPE,
+            tmp_path / "refused",
+            *COMMON[:-3],
+            f"models.actor.path={saved}",
+            "models.actor.resume=true",
+        )
 
 
 def test_random_weights_and_a_missing_package_are_refused(

@@ -1,6 +1,7 @@
 """vLLM quantises the weights of every version to FP8: what it computes with, and how faults are found.
 
-vLLM's kernel for CPUs multiplies activations in bf16 with weights in FP8, and needs AMX.
+vLLM's kernel for CPUs multiplies activations in bf16 with weights in FP8, and needs AMX; that of a
+cache in FP8 needs AVX-512.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -19,6 +20,7 @@ import test_engine_conformance as suite
 import torch
 from runs import run, steps_of
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from hflow.base.errors import RunError
 from hflow.config.schema import LoraConfig
@@ -29,7 +31,6 @@ from hflow.runtime.ledger import audit
 from hflow.weights.incoming import IncomingWeights
 
 needs_amx = pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="vLLM's FP8 kernel needs AMX")
-pytestmark = needs_amx
 
 ROWS = 128
 WIDE = {"hidden_size": 192, "intermediate_size": 320, "num_attention_heads": 6}
@@ -110,6 +111,10 @@ def weights_in_bf16(architecture: str, seed: int) -> IncomingWeights:
     return IncomingWeights.of_tensors(partial(list, [(name, x.bfloat16()) for name, x in named.items()]))
 
 
+LogProbs = Callable[[Any, Sequence[int], Sequence[int]], Tensor]
+"""Function of a model, a prompt and drawn tokens -> their log-probs."""
+
+
 class Subject(suite.Subject):
     """An engine that quantises, of which versions from 101 on have faults."""
 
@@ -120,28 +125,27 @@ class Subject(suite.Subject):
         loaded = self.engine.load_weights([weights] * self.tensor, self.version)
         assert len(set(loaded.checksums)) == 1
 
-    def gaps(self, seed: int) -> tuple[float, float]:
+    def gaps(self, seed: int, find: LogProbs = suite.logprobs) -> tuple[float, float]:
         """Return the median differences of log-probs from the model with and without quantised weights."""
+        exact = quantized_reference(self.architecture, seed, self.tensor)
+        return self.differences((exact, find), (suite.reference(self.architecture, seed), suite.logprobs))
+
+    def differences(self, *models: tuple[Any, LogProbs]) -> tuple[float, ...]:
+        """Return the median differences of log-probs from those of models, by functions that find them."""
         results = self.generate(suite.PROMPTS, SamplingParams(max_tokens=20, seed=5))
-        models = (
-            quantized_reference(self.architecture, seed, self.tensor),
-            suite.reference(self.architecture, seed),
-        )
-        exact, plain = (
+        drawn = torch.cat([torch.tensor(result.logprobs) for result in results])
+        found = (
             torch.cat(
-                [
-                    torch.tensor(result.logprobs) - suite.logprobs(model, prompt, result.ids)
-                    for prompt, result in zip(suite.PROMPTS, results, strict=True)
-                ]
+                [find(model, *one) for one in zip(suite.PROMPTS, (r.ids for r in results), strict=True)]
             )
-            for model in models
+            for model, find in models
         )
-        return float(exact.abs().median()), float(plain.abs().median())
+        return tuple(float((drawn - expected).abs().median()) for expected in found)
 
 
-def build(architecture: str, tensor: int) -> ProcessEngine:
+def build(architecture: str, tensor: int, **precisions: str) -> ProcessEngine:
     setup = suite.setup_of(architecture, tensor)
-    options = {**setup.options, "quantization": "fp8"}
+    options = {**setup.options, **precisions}
     setup = replace(setup, settings=replace(setup.settings, dtype="bf16"), options=options, records=())
     launch = vllm_launch(setup)
     path = os.pathsep.join([str(Path(__file__).parents[1] / "kits"), *sys.path])
@@ -161,11 +165,12 @@ def build(architecture: str, tensor: int) -> ProcessEngine:
 )
 def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
     architecture, tensor = request.param
-    engine = build(architecture, tensor)
+    engine = build(architecture, tensor, quantization="fp8")
     yield Subject("vllm", architecture, tensor, engine)
     engine.close()
 
 
+@needs_amx
 def test_log_probs_are_those_of_the_quantised_weights_of_each_version(subject: Subject) -> None:
     for seed in (3, 4):
         subject.send(seed)
@@ -181,6 +186,7 @@ FAULTS = {
 }
 
 
+@needs_amx
 def test_a_layer_that_keeps_old_weights_is_found(subject: Subject) -> None:
     if subject.tensor > 1 or subject.architecture in suite.ADAPTED:
         pytest.skip("faults are those of weights that arrive in the engine's process")
@@ -191,16 +197,74 @@ def test_a_layer_that_keeps_old_weights_is_found(subject: Subject) -> None:
         assert subject.gaps(6)[0] < 0.05
 
 
+def truncated(x: Tensor) -> Tensor:
+    """Return values in E4M3, rounded toward zero, as vLLM's kernel for CPUs does. 448 is the largest."""
+    x = x.clamp(-448, 448)
+    nearest = x.to(torch.float8_e4m3fn)
+    is_larger = (nearest.float().abs() > x.abs()).to(torch.uint8)
+    return (nearest.view(torch.uint8) - is_larger).view(torch.float8_e4m3fn).float()
+
+
+class RoundedCache(DynamicCache):
+    """A cache of keys and values in E4M3, without a scale."""
+
+    def update(self, keys: Tensor, values: Tensor, *where: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        keys, values = map(truncated, (keys, values))
+        return super().update(keys, values, *where, **more)
+
+
+def cached_logprobs(module: nn.Module, prompt: Sequence[int], ids: Sequence[int]) -> Tensor:
+    """Return the log-probs of drawn tokens, with keys and values in FP8."""
+    return suite.logprobs(lambda tokens: module(tokens, past_key_values=RoundedCache()), prompt, ids)
+
+
+def with_large_keys(seed: int) -> tuple[IncomingWeights, Any]:
+    """Return weights with keys up to 900, as the biases of some models make them, and the model."""
+    module: Any = copy.deepcopy(suite.reference("tied", seed))
+    for layer in module.model.layers:
+        layer.self_attn.k_proj.bias[:32] = torch.linspace(-900, 900, 32)
+        layer.self_attn.q_proj.weight.mul_(0.005)
+        layer.self_attn.q_proj.bias.mul_(0.005)
+    named = [(name, x.bfloat16()) for name, x in suite.named_weights(module).items()]
+    for parameter in module.parameters():
+        parameter.copy_(parameter.bfloat16())
+    return IncomingWeights.of_tensors(partial(list, named)), module
+
+
+def test_log_probs_are_those_of_a_cache_in_fp8() -> None:
+    engine = build("tied", 1, cache_dtype="fp8")
+    subject = Subject("vllm", "tied", 1, engine)
+    for version, (weights, module) in enumerate(map(with_large_keys, (3, 4)), 1):
+        engine.load_weights([weights], version)
+        exact, plain = subject.differences((module, cached_logprobs), (module, suite.logprobs))
+        assert exact < 0.04
+        assert plain > 3 * exact
+    engine.close()
+
+
+@needs_amx
+@pytest.mark.long
+def test_weights_and_cache_in_fp8() -> None:
+    engine = build("wide", 1, quantization="fp8", cache_dtype="fp8")
+    subject = Subject("vllm", "wide", 1, engine)
+    for seed in (3, 4):
+        subject.send(seed)
+        exact, plain = subject.gaps(seed, cached_logprobs)
+        assert exact < 0.08
+        assert plain > 3 * exact
+    engine.close()
+
+
+@needs_amx
 @pytest.mark.long
 def test_a_run_corrects_what_the_quantised_engine_draws(tmp_path: Path) -> None:
     options = ["models.actor.gen.engine=vllm", "models.actor.dtype=bf16", "nodes.eval_gen.after=99"]
     options += ["steps=3", "batch=8", "workers=inproc"]
     options += ["nodes.actor_train.prox=recompute", "nodes.actor_train.over_cap=truncate"]
     gaps = []
-    for quantization in ("null", "fp8"):
-        set_to = f"models.actor.gen.quantization={quantization}"
-        summary = run("recipes/grpo.py", tmp_path, *options, set_to)
+    for setting in ("quantization=null", "quantization=fp8", "cache_dtype=fp8"):
+        summary = run("recipes/grpo.py", tmp_path, *options, f"models.actor.gen.{setting}")
         assert audit(summary.directory / "ledger.sqlite") == []
         gaps.append([row["actor_train/engine_kl"] for row in steps_of(summary)])
-    plain, quantized = gaps
-    assert 0 < 2 * max(plain) < min(quantized) < 0.01
+    plain, *quantized = gaps
+    assert all(0 < 2 * max(plain) < min(found) < 0.01 for found in quantized), gaps

@@ -183,7 +183,8 @@ def test_a_port_in_use(finished: Path, engine: str, hflow: CommandLine) -> None:
         (["RUN", "--model", "actr"], "has no model 'actr'; did you mean 'actor'"),
         (["RUN", "gen.max_len=3"], "unknown key 'gen.max_len'; did you mean 'gen.max_model_len'"),
         (["RUN", "gen.max_model_len=long"], "gen.max_model_len is 'long'"),
-        (["RUN", "gen.quantization=fp8"], "the engine embedded does not quantise weights"),
+        (["RUN", "gen.quantization=fp8"], "the engine embedded uses the model's dtype only"),
+        (["RUN", "gen.cache_dtype=fp8"], "set gen.cache_dtype=null"),
         (
             ["RUN", "--engine", "vllm", "gen.quantization=fp8"],
             "the model is in fp32; set dtype=bf16 or gen.quantization=null",

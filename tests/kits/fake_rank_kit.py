@@ -40,6 +40,8 @@ from hflow.shapes.architectures import read_shape
 from hflow.shapes.layout import Layout, RankOrder
 from hflow.shapes.model_shape import ModelShape
 from hflow.training import rank_groups as training_groups
+from hflow.training.fsdp import build
+from hflow.training.fsdp.optimizer import local_shard
 from hflow.training.interface import TrainShard
 from hflow.training.loop.microbatches import _UNITS, MicrobatchSplitter
 from hflow.training.loop.train import StepRecord
@@ -185,7 +187,9 @@ def torch_rank(settings: ModelSettings, position: RankPosition) -> tuple[Any, An
         optimizer = model._optimizer
         assert optimizer is not None
         states = [num_bytes(list(optimizer.states_of(weight, 2))) for weight in optimizer._weights]
-        return {"weights": num_bytes(optimizer._shards), "gradients": 0, "optimizer": sum(states)}
+        frozen = [local_shard(x.detach()) for x in model._model.parameters() if not x.requires_grad]
+        weights = num_bytes(optimizer._shards) + num_bytes(frozen)
+        return {"weights": weights, "gradients": 0, "optimizer": sum(states)}
 
     return model, kept
 
@@ -230,9 +234,16 @@ def replace_in_torch() -> None:
     DeviceMesh.from_group = staticmethod(real_mesh)  # type: ignore[method-assign]
     # Ranks agree on the number of their micro-batches, and on the samples and tokens of a minibatch.
     MicrobatchSplitter._agree = lambda self, merged, splits: [  # type: ignore[method-assign]
-        [len(split), *[1] * len(_UNITS)] for split in splits
+        [len(split), 0, *[1] * len(_UNITS)] for split in splits
     ]
     StepRecord.finish = lambda self, group: {}  # type: ignore[method-assign]  # metrics have no values
+    add = build.add_adapter
+
+    def real_adapters(*args: Any) -> None:
+        with unset_fake_temporarily():  # peft swaps tensors, which fake ones refuse
+            add(*args)
+
+    build.add_adapter = real_adapters
 
 
 @cache

@@ -36,6 +36,7 @@ HOT: Mapping[str, Collection[str] | None] = {
     "models/decode_kernel.py": EVERYTHING,
     "models/nf4.py": ("weight", "forward", "backward", "_whole"),
     "models/packed_attention.py": EVERYTHING,
+    "models/expert_adapters.py": ("forward", "_forward", "multiply"),
     "models/expert_balance.py": EVERYTHING,
     "models/expert_replay.py": EVERYTHING,
     "training/loop/first_pass.py": EVERYTHING,

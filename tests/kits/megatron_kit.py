@@ -53,6 +53,7 @@ QWEN3_MOE = QWEN3 | {
     "norm_topk_prob": True,
     "mlp_only_layers": [],
 }
+MIXTRAL = QWEN2 | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 MISTRAL = QWEN2 | {"model_type": "mistral", "sliding_window": None}
 
 LENGTHS = ((5, 9, 3, 1), (12, 2, 5))
@@ -106,6 +107,10 @@ ROUNDS: list[list[tuple[tuple[int, ...], Case]]] = [
     ],
     [
         (FIRST, Case("experts t2", (1, 2, 1), QWEN3_MOE)),
+        (SECOND, Case("mixtral p2", (1, 1, 2), MIXTRAL | UNTIED)),
+    ],
+    [
+        (FIRST, Case("mixtral t2", (1, 2, 1), MIXTRAL, RECOMPUTED)),
         (
             SECOND,
             Case(

@@ -109,16 +109,53 @@ def train_turn(rank: int, path: Path, groups: Groups, turn: dict[tuple[int, ...]
 def train_twin(twin: twins.Twin, group: Any, path: Path) -> None:
     """Write metrics of three steps, and the weights after them."""
     call, _ = twins.NODES[twin.node]
-    backend = model(twin, path, group)
     d, is_head = place(twin, group)
     shards = twins.shards(twin.data, d) if is_head else []
-    metrics = [backend.train(call, shards, step) for step in twins.STEPS]
+    if twin.base_of:
+        owner, backend = on_one_base(twin, group, path)
+        before = inferred(owner.share_weights(frozen(owner)), twin, shards)
+    else:
+        backend = model(twin, path, group)
+    metrics = []
+    for step in twins.STEPS:
+        metrics.append(backend.train(call, shards, step))
+        if twin.base_of:
+            owner.train(twins.NODES[twin.base_of][0], shards, step)
+    if twin.base_of:
+        for one in (owner, *([] if "critic" in twin.node else [backend])):
+            after = inferred(one.share_weights(frozen(one)), twin, shards)
+            assert all(map(np.array_equal, before, after))
     weights = {name: tensor.clone() for name, tensor in backend.weights()}
     torch.save((metrics, weights), path / f"{twin.name}.{group.rank()}.pt")
     if twin.pipe == 1:
         assert len(backend._optimizer.module.bucket_groups) > 2
     if twin.dtype == "bf16" or "adapters" in twin.node:
         backend.save(str(path / f"{twin.name} saved"))()
+
+
+def on_one_base(twin: twins.Twin, group: Any, path: Path) -> tuple[MegatronModel, MegatronModel]:
+    """Return the models of a twin, of which the second uses the frozen weights of the first."""
+    owner = model(dataclasses.replace(twin, node=twin.base_of), path, group)
+    changes = twins.settings(twin, path / "checkpoint")
+    if changes.get("offload") == "all":
+        changes["offload"] = "optimizer"
+    backend = owner.share_weights(dataclasses.replace(kit.SETTINGS, **changes))
+    assert isinstance(backend, MegatronModel)
+    held = dict(owner._stage.module.named_parameters())
+    trained = {row.name for row in backend._stage.parameters}
+    shared = {name for name, x in backend._stage.module.named_parameters() if x is held.get(name)}
+    assert shared == dict(backend._stage.module.named_parameters()).keys() - trained
+    return owner, backend
+
+
+def frozen(backend: MegatronModel) -> Any:
+    return dataclasses.replace(backend.settings, lora=None, trainable=False)
+
+
+def inferred(backend: Any, twin: twins.Twin, shards: list[TrainShard]) -> list[np.ndarray]:
+    """Return the log-probs of the first minibatch of a head's shards."""
+    found = backend.infer(kit.LOGPROBS, [shard.minibatches[0] for shard in shards])
+    return [batch.columns["result"].values for batch in found]
 
 
 def train_on_nan(group: Any, path: Path) -> None:

@@ -49,6 +49,10 @@ NODES: dict[str, tuple[NodeCall, dict[str, Any]]] = {
     "score": (kit.call(pairs, "group", [], reduce="group-mean"), {"head": "score"}),
     "experts": (kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean"), {}),
     "critic with experts": (kit.VALUE, {"head": "value"}),
+    "mixtral": (
+        kit.call(kit.ppo, "token", [*kit.TOKEN_READS, kit.REPLAY], metrics=True, reduce="token-mean"),
+        {"balance": BalanceConfig(coefficient=0.3)},
+    ),
     "replayed experts": (
         kit.call(kit.ppo, "token", [*kit.TOKEN_READS, kit.REPLAY], metrics=True, reduce="token-mean"),
         {},
@@ -70,6 +74,14 @@ NODES: dict[str, tuple[NodeCall, dict[str, Any]]] = {
         {"lora": LoraConfig(r=3, alpha=8, targets=("v_proj", "down_proj", "gate_proj"))},
     ),
     "critic with adapters": (kit.VALUE, {"head": "value", "lora": LoraConfig(r=4, alpha=8)}),
+    "adapters with magnitudes": (
+        kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean", epochs=2),
+        {"lora": LoraConfig(r=4, alpha=8, dora=True, save_merged=True)},
+    ),
+    "few magnitudes": (
+        kit.call(sft, "token", [], reduce="token-mean"),
+        {"lora": LoraConfig(r=3, alpha=8, dora=True, targets=("v_proj", "o_proj", "gate_proj"))},
+    ),
     "experts with adapters": (
         kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean"),
         {"lora": LoraConfig(r=4, alpha=8)},
@@ -84,6 +96,8 @@ EXPERTS = kit.ARCHITECTURE | {
     "norm_topk_prob": True,
 }
 """The model of nodes with experts."""
+MIXTRAL = kit.ARCHITECTURE | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+"""The model of nodes of Mixtral."""
 
 BUCKET_PARAMETERS, BUCKET_ADAPTERS = 1000, 100
 """Small enough for several buckets of gradients and weights, and of adapters."""
@@ -106,6 +120,8 @@ class Twin:
     context: int = 1
     expert: int = 1
     replicate: int = 1
+    base_of: str = ""
+    """The node of a model that is trained in turns with it, and whose frozen weights it uses."""
 
     @property
     def layout(self) -> Layout:
@@ -116,7 +132,8 @@ class Twin:
         sizes = f"d{self.data}t{self.tensor}p{self.pipe}c{self.context}e{self.expert}r{self.replicate}"
         layout = f"{self.node} {sizes} of {self.budget} tokens"
         values = {key: getattr(value, "name", value) for key, value in self.settings.items()}
-        return " ".join([layout, *(f"{key}={value}" for key, value in values.items())])
+        base = [f"on the base of {self.base_of}"] if self.base_of else []
+        return " ".join([layout, *(f"{key}={value}" for key, value in values.items()), *base])
 
     @property
     def dtype(self) -> str:
@@ -196,6 +213,11 @@ ROUNDS: list[dict[tuple[int, ...], Twin]] = [
     },
     {ALL: Twin("balanced experts", tensor=2, context=2, expert=2, settings=RECOMPUTED)},
     {ALL: Twin("experts balanced over the batch", data=2, pipe=2, expert=2, budget=20)},
+    {
+        FIRST: Twin("mixtral", data=2, expert=2, budget=20),
+        SECOND: Twin("mixtral", pipe=2, settings=RECOMPUTED),
+    },
+    {ALL: Twin("mixtral", data=2, tensor=2, expert=2)},
 ]
 """What the ranks compute, one round after the other."""
 ADAPTER_ROUNDS: list[dict[tuple[int, ...], Twin]] = [
@@ -220,6 +242,29 @@ ADAPTER_ROUNDS: list[dict[tuple[int, ...], Twin]] = [
         FIRST: Twin("adapters", tensor=2, settings=SP | BF16),
         SECOND: Twin("adapters", data=2, settings=BF16 | {"offload": "optimizer"}),
     },
+    {
+        FIRST: Twin("critic with adapters", data=2, settings={"offload": "all"}, base_of="few adapters"),
+        SECOND: Twin("adapters", tensor=2, settings=SP, base_of="few adapters"),
+    },
+    {
+        FIRST: Twin("few adapters", pipe=2, settings=RECOMPUTED, base_of="adapters"),
+        SECOND: Twin("adapters", tensor=2, settings=SP | BF16, base_of="few adapters"),
+    },
+    {ALL: Twin("critic with adapters", tensor=4, settings=NO_SP, base_of="adapters")},
+    {
+        FIRST: Twin("adapters with magnitudes", data=2, budget=20),
+        SECOND: Twin("adapters with magnitudes", tensor=2, settings=SP | RECOMPUTED),
+    },
+    {
+        FIRST: Twin("few magnitudes", pipe=2, settings=RECOMPUTED),
+        SECOND: Twin("few magnitudes", tensor=2, settings=NO_SP, base_of="adapters with magnitudes"),
+    },
+    {ALL: Twin("adapters with magnitudes", tensor=4, settings=SP)},  # copies of key-value heads
+    {
+        FIRST: Twin("adapters with magnitudes", tensor=2, settings=SP | BF16),
+        SECOND: Twin("adapters with magnitudes", data=2, settings=BF16),
+    },
+    {ALL: Twin("experts with adapters", data=2, expert=2, tensor=2, base_of="experts with adapters")},
 ]
 """The same for models with adapters."""
 ADAPTER_TWINS = {twin.name: twin for turn in ADAPTER_ROUNDS for twin in turn.values()}
@@ -277,8 +322,9 @@ def initial_weights(node: str, checkpoint: Path) -> dict[str, torch.Tensor]:
 
 def save_checkpoint(path: Path) -> None:
     """Save the models that nodes start from."""
-    kit.model().save(str(path))()
+    kit.with_biases(kit.model()).save(str(path))()
     kit.model(architecture=EXPERTS).save(str(path / "experts"))()
+    kit.model(architecture=MIXTRAL).save(str(path / "mixtral"))()
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -102,12 +102,18 @@ def peak(work: Callable[[], Any]) -> int:
     return most
 
 
-def batch_of(num_sequences: int, length: int, vocab: int, seed: int = 0) -> Batch:
-    """Sequences of one length, whose first quarter is prompt."""
+def batch_of(
+    num_sequences: int, length: int, vocab: int, seed: int = 0, group_size: int = 1, prompt: int | None = None
+) -> Batch:
+    """Sequences of one length, whose first quarter is prompt by default. Groups share their prompts."""
     rng, total = np.random.default_rng(seed), num_sequences * length
-    mask = np.tile(np.arange(length), num_sequences) >= length // 4
+    prompt = length // 4 if prompt is None else prompt
+    mask = np.tile(np.arange(length), num_sequences) >= prompt
+    tokens = rng.integers(0, vocab, (num_sequences // group_size, group_size, length))
+    tokens[:, :, :prompt] = tokens[:, :1, :prompt]
+    tokens[:, :, prompt] = np.arange(group_size)
     token = {
-        "input_ids": rng.integers(0, vocab, total),
+        "input_ids": tokens.reshape(-1),
         "loss_mask": mask,
         "behav_logprobs": np.where(mask, -8.0, 0.0).astype(np.float32),
         "versions": np.zeros(total, np.int32),
@@ -115,7 +121,7 @@ def batch_of(num_sequences: int, length: int, vocab: int, seed: int = 0) -> Batc
     }
     ids = np.arange(num_sequences)
     columns = {name: Column(Unit.TOKEN, values) for name, values in token.items()}
-    return Batch(ids, ids, np.full(num_sequences, length), columns)
+    return Batch(ids, ids // group_size, np.full(num_sequences, length), columns)
 
 
 def real_peaks(
@@ -123,15 +129,19 @@ def real_peaks(
     num_sequences: int,
     length: int,
     position: RankPosition | None = None,
+    groups: Mapping[str, int] | None = None,
     **changes: Any,
 ) -> tuple[int, int]:
-    """Bytes of a second training step and of an inference, beyond weights and optimizer state."""
+    """Bytes of a second training step and of an inference, beyond weights and optimizer state.
+
+    `groups` are arguments of `batch_of`.
+    """
     settings = ModelSettings(
         name="m", trainable=True, architecture=architecture, optim=OptimConfig(lr=1e-4), **changes
     )
     model, batch = (
         TorchModel(settings, position or RankPosition()),
-        batch_of(num_sequences, length, architecture["vocab_size"]),
+        batch_of(num_sequences, length, architecture["vocab_size"], **(groups or {})),
     )
     shard = TrainShard((batch,))
     model.train(TRAIN, [shard], 0)

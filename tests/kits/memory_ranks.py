@@ -33,7 +33,7 @@ class Case:
     dtype: str
     recompute: bool
     is_dense: bool = False
-    has_adapters: bool = False
+    lora: LoraConfig | None = None
 
     @property
     def architecture(self) -> dict[str, Any]:
@@ -43,10 +43,10 @@ class Case:
     @property
     def asked(self) -> dict[str, Any]:
         """The settings besides the layout."""
-        adapters = {"lora": LoraConfig(r=8)} if self.has_adapters else {}
-        return {"dtype": self.dtype, "activation_checkpointing": self.recompute, **adapters}
+        return {"dtype": self.dtype, "activation_checkpointing": self.recompute, "lora": self.lora}
 
 
+LORA, DORA = LoraConfig(r=8), LoraConfig(r=8, dora=True)
 CASES = (
     Case("d1", "fp32", recompute=False),
     Case("d2e2", "fp32", recompute=False),
@@ -56,9 +56,12 @@ CASES = (
     Case("d4e4", "fp32", recompute=True),
     Case("d2t2", "fp32", recompute=False, is_dense=True),
     Case("d2t2", "bf16", recompute=True, is_dense=True),
-    Case("d1", "fp32", recompute=False, is_dense=True, has_adapters=True),
-    Case("d2t2", "fp32", recompute=False, is_dense=True, has_adapters=True),
-    Case("d2t2", "bf16", recompute=True, is_dense=True, has_adapters=True),
+    Case("d1", "fp32", recompute=False, is_dense=True, lora=LORA),
+    Case("d2t2", "fp32", recompute=False, is_dense=True, lora=LORA),
+    Case("d2t2", "bf16", recompute=True, is_dense=True, lora=LORA),
+    Case("d1", "fp32", recompute=False, is_dense=True, lora=DORA),
+    Case("d2t2", "fp32", recompute=False, is_dense=True, lora=DORA),
+    Case("d2t2", "bf16", recompute=True, is_dense=True, lora=DORA),
 )
 SEQUENCES, LENGTH = 16, 64
 """Of each data rank."""

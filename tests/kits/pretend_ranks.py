@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import megatron_twins as twins
+import memory_kit
 import pretend_device
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_init
 from hflow.config.schema import LoraConfig
 from hflow.models.settings import RankPosition
 from hflow.training.fsdp import sharding as fsdp
+from hflow.training.interface import TrainShard
 
 CASES: dict[str, dict[str, Any]] = {
     "mask": {"activation_checkpointing": True},
@@ -52,12 +55,15 @@ def run(rank: int, directory: str) -> None:
         dist.destroy_process_group()
 
 
+ON_HOST = {"optim": dataclasses.replace(kit.SETTINGS.optim, name="adamw_cpu")}
 TWINS = (
     twins.Twin("ppo", tensor=2, settings=twins.SP),
     twins.Twin("sft", pipe=2, settings=twins.RECOMPUTED),
     twins.Twin("experts", data=2, expert=2, budget=20),
     twins.Twin("critic", context=2),
     twins.Twin("adapters", tensor=2, settings=twins.SP | twins.RECOMPUTED),
+    twins.Twin("experts", data=2, expert=2, budget=20, settings=ON_HOST),
+    twins.Twin("sft", data=2, settings=ON_HOST | {"dtype": "bf16", "offload": "optimizer"}),
 )
 
 
@@ -81,7 +87,66 @@ def run_megatron(rank: int, directory: str) -> None:
             call, _ = twins.NODES[twin.node]
             metrics = [model.train(call, shards, step) for step in twins.STEPS]
             weights = {key: tensor.cpu().clone() for key, tensor in model.weights()}
-            torch.save((metrics, weights), f"{directory}/{twin.name}.{rank}.pt")
+            held = held_bytes(model._optimizer, device)
+            torch.save((metrics, weights, held), f"{directory}/{twin.name}.{rank}.pt")
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def held_bytes(optimizer: Any, device: str) -> tuple[int, int, int]:
+    """Return the bytes of an optimizer: of pinned states, of pinned buffers, and of states on the device."""
+    parts = [part.optimizer for part in optimizer._parts]
+    states = [x for part in parts for state in part.state.values() for x in state.values()]
+    pinned = [x for x in states if x.device.type != device]
+    buffers = [x for part in parts for x in getattr(part, "_buffers", ())]
+    assert all(map(pretend_device._is_pinned, pinned + buffers))
+    return tuple(sum(x.nbytes for x in held) for held in (pinned, buffers, optimizer.states()))
+
+
+MEMORY_CASES: dict[str, dict[str, Any]] = {
+    "zero 3": {},
+    "zero 2": {"zero_stage": 2},
+    "zero 1": {"zero_stage": 1},
+    "recomputed": {"activation_checkpointing": True},
+    "adapters": {"lora": LoraConfig(r=8)},
+}
+"""Changes of a model of `memory_kit.WIDE` in bf16, whose step has several micro-batches."""
+SEQUENCES, LENGTH, MICROBATCHES = 16, 64, 2
+"""Of each rank."""
+
+
+def run_memory(rank: int, directory: str, limits: dict[str, tuple[int, int]]) -> None:
+    """Train and infer each case within its limits in bytes; write the most bytes of each phase."""
+    _fsdp_init._move_states_to_device = move_to_device
+    batch = memory_kit.batch_of(SEQUENCES, LENGTH, memory_kit.WIDE["vocab_size"], seed=rank)
+    infers = dataclasses.replace(kit.LOGPROBS, node="infers")
+    with pretend_device.installed() as device:
+        store = dist.FileStore(f"{directory}/store", 2)
+        dist.init_process_group(device, store=store, rank=rank, world_size=2, timeout=timedelta(seconds=600))
+        peaks = {}
+        for name, changes in MEMORY_CASES.items():
+            tokens = SEQUENCES * LENGTH // MICROBATCHES
+            asked = {
+                "tokens_per_microbatch": tokens,
+                "architecture": memory_kit.WIDE,
+                "dtype": "bf16",
+            } | changes
+            with pretend_device.memory() as memory:
+                memory.limit = max(limits[name])
+                model = kit.model(2, dist.group.WORLD, device=device, **asked)
+                most = []
+                for work, limit in zip(("train", "infer"), limits[name], strict=True):
+                    memory.limit, memory.most = limit, 0
+                    for step in range(2):
+                        if work == "train":
+                            model.train(memory_kit.TRAIN, [TrainShard((batch,))], step)
+                        else:
+                            model.infer(infers, [batch])
+                    most.append(memory.most)
+                peaks[name] = most
+                del model
+                gc.collect()
+        torch.save(peaks, f"{directory}/{rank}.pt")
         dist.barrier()
         dist.destroy_process_group()
 

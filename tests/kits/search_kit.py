@@ -61,6 +61,7 @@ def problem(
     config, graph, _ = read_recipe(file, [*keys, *overrides])
     request = plan_request(config, graph, file)
     settings = free_settings(request.models) - {"schedule.max_concurrent"} if tunes else frozenset()
+    settings = frozenset(key for key in settings if not key.endswith(".backend"))
     offload = {f"models.{name}.offload" for name in request.models if offloads}
     return graph, replace(request, free=frozenset({PLACEMENT}) | settings | offload)
 

@@ -128,6 +128,7 @@ OPTIMIZERS = {
     "sgd": replace(_SHARED, name="sgd", lr=0.1, eps=1e-8, momentum=0.9, nesterov=True, groups=GROUPS),
     "muon": replace(_SHARED, name="muon", momentum=0.9),
     "adamw_8bit": replace(_SHARED, name="adamw_8bit"),
+    "adamw_cpu": replace(_SHARED, name="adamw_cpu"),
 }
 """Settings of other optimizers, some with groups of weights."""
 ROUNDED = ("adamw_8bit",)

@@ -36,7 +36,9 @@ class SleepAllocator:
         """Tag all memory that is allocated inside."""
 
         def note(storage: UntypedStorage) -> None:
-            self._allocations.append(_Allocation(weakref.ref(storage), storage.nbytes(), tag or "default"))
+            if storage.nbytes():
+                one = _Allocation(weakref.ref(storage), storage.nbytes(), tag or "default")
+                self._allocations.append(one)
 
         with pretend_device.allocations(note):
             yield

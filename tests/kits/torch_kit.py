@@ -61,6 +61,15 @@ def model(data: int = 1, group: Any = None, *, replicate: int = 1, **changes: An
     return TorchModel(dataclasses.replace(SETTINGS, **changes), RankPosition(group, layout))
 
 
+def with_biases(backend: TorchModel) -> TorchModel:
+    """Draw the biases of a model, which are 0 at first, and return it."""
+    generator = torch.Generator().manual_seed(0)
+    for block in backend.blocks():
+        if block.tensor.endswith(".bias"):
+            block.values.normal_(std=0.3, generator=generator)
+    return backend
+
+
 def weights(backend: TorchModel) -> dict[str, torch.Tensor]:
     found = {name: tensor.clone() for name, tensor in backend.weights()}
     assert found

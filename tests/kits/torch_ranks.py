@@ -22,6 +22,7 @@ from hflow.data.batches.batch import Batch
 from hflow.models.adapter import base_parameters
 from hflow.models.settings import ModelSettings, RankPosition
 from hflow.shapes.layout import Layout
+from hflow.shapes.model_shape import EXPERT_TARGETS
 from hflow.training import hf_files
 from hflow.training.fsdp import build, weight_export
 from hflow.training.fsdp import sharding as fsdp
@@ -184,6 +185,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "lora": dataclasses.replace(LORA, targets=("all-linear", "embed_tokens", "lm_head")),
         "architecture": kit.ARCHITECTURE | {"tie_word_embeddings": False},
     },
+    "experts lora": {
+        "lora": dataclasses.replace(LORA, targets=("q_proj", *EXPERT_TARGETS)),
+        "architecture": kit.MIXED,
+    },
     **({"rounded lora": {"lora": dataclasses.replace(LORA, base="nf4")}} if HAS_BITSANDBYTES else {}),
     "dora": {"lora": dataclasses.replace(LORA, dora=True)},
     "lora recomputed in bf16": {
@@ -200,6 +205,7 @@ READ = {
     "lora": "recomputed",
     "dora": "recomputed",
     "outer lora": "untied",
+    "experts lora": "replayed",
     "lora recomputed in bf16": "bf16",
 }
 """Variants that are built from a checkpoint, of which each rank reads its rows -> the saved variant."""

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import enable_progress_bar
 
 from hflow.base.errors import BackendError, ConfigError
+from hflow.engines.embedded import dense_decoder
 from hflow.engines.embedded.dense_decoder import DenseDecoder
 from hflow.engines.embedded.engine import EmbeddedEngine
 from hflow.engines.embedded.families import own_forward_objection
@@ -126,6 +127,37 @@ def test_own_forward_equals_that_of_transformers_and_follows_its_weights() -> No
         expected = model(input_ids=torch.tensor([PROMPTS[1]])).logits[:, -1]
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-5)
         assert own_forward_objection(architecture, has_adapters=False) is None
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch without MKL")
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_arranged_matrices_change_no_result_and_follow_new_weights(
+    name: str, shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an engine's own weights, and of a trainer's, whose projections are not one tensor."""
+    monkeypatch.setattr(dense_decoder, "MIN_ARRANGED", 1)
+    params = [SamplingParams(max_tokens=10, seed=i) for i in range(len(PROMPTS))]
+    found = []
+    for after in (2, 1_000):
+        monkeypatch.setattr(dense_decoder, "ARRANGED_AFTER", after)
+        module = reference(name)
+        engine = EmbeddedEngine(settings(name), {}, module if shares else None)
+        made = [generate(engine, PROMPTS, params)]
+        decoder = engine._decoder
+        assert decoder is not None
+        assert all((linear.arranged is not None) == (after == 2) for linear in decoder._linears())
+        with torch.no_grad():
+            for parameter in engine._module.parameters():
+                parameter.mul_(1.01).add_(0.001)  # also biases, which are 0 at first
+        engine.set_version(1)
+        assert not any(linear.arranged for linear in decoder._linears())
+        made.append(generate(engine, PROMPTS, params))
+        found.append(made)
+    for arranged, plain in zip(*found, strict=True):
+        for i in range(len(PROMPTS)):
+            assert arranged[i].ids == plain[i].ids
+            assert arranged[i].logprobs == pytest.approx(plain[i].logprobs, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

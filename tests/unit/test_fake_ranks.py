@@ -35,6 +35,7 @@ EXPERTS = TIED | {
     "tie_word_embeddings": False,
 }
 LORA = {"lora": {"r": 16, "alpha": 32}}
+OF_EXPERTS = {"lora": LORA["lora"] | {"targets": ["q_proj", "experts.gate_up_proj", "experts.down_proj"]}}
 CASES = [
     kit.Case("torch", "d64", 5, TIED),
     kit.Case("megatron", "d32t2", 0, TIED | {"tie_word_embeddings": False}),
@@ -47,7 +48,8 @@ CASES = [
         "megatron", "d4t4p2", 0, TIED, LORA | {"sequence_parallel": True, "activation_checkpointing": True}
     ),
     kit.Case("megatron", "d8t2c2e8", 0, EXPERTS, LORA),
-    kit.Case("megatron", "d8t4", 3, TIED, LORA),
+    kit.Case("megatron", "d8t4", 3, TIED, {"lora": {"r": 16, "dora": True}}),
+    kit.Case("torch", "d16", 5, EXPERTS, OF_EXPERTS),
     *(
         kit.Case("torch", layout, 21, TIED, {"zero_stage": stage, "tokens_per_microbatch": 512})
         for stage, layout in ((3, "d64"), (2, "d64"), (1, "d64r4"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,19 @@ from hflow.models.attention_kernels import Reach, additive_mask, cached_attentio
 from hflow.models.settings import ModelSettings
 from hflow.planner.checks.unrunnable import builds
 from hflow.planner.plan.traits import BACKENDS, ENGINES
+from hflow.planner.weights.weight_slices import WeightSlice
 from hflow.report.content import experts_line
-from hflow.shapes.architectures import FAMILIES, PLANNED_FAMILIES, TITLES, UNSUPPORTED
+from hflow.shapes.architectures import (
+    FAMILIES,
+    KNOWN_FAMILIES,
+    PLANNED_FAMILIES,
+    TITLES,
+    UNSUPPORTED,
+    read_shape,
+)
+from hflow.shapes.model_shape import tensors
 from hflow.weights.incoming import IncomingWeights
+from hflow.weights.outgoing import _SliceReader
 from tests.kits import family_kit, torch_kit
 from tests.kits.family_kit import ARCHITECTURES, architecture, logprobs, plain
 
@@ -64,6 +75,22 @@ def test_packed_logprobs_and_generated_ones_equal_those_of_transformers(family: 
     backend.save(str(tmp_path))()
     again = torch_kit.model(path=str(tmp_path), architecture=None)
     np.testing.assert_allclose(infer(again, batch)[learned], found[learned], atol=1e-6)
+
+
+@pytest.mark.parametrize("family", [*dict.fromkeys(ARCHITECTURES) & dict.fromkeys(KNOWN_FAMILIES).keys()])
+def test_a_trainer_holds_the_tensors_of_the_plan(family: str) -> None:
+    """With biases of routers, which are sent in fp32 from models in bf16."""
+    backend = torch_kit.model(architecture=architecture(family), dtype="bf16")
+    shape = read_shape(architecture(family))
+    assert shape is not None
+    assert {block.tensor: block.shape for block in backend.blocks()} == {
+        spec.name: spec.shape for spec in tensors(shape)
+    }
+    read = _SliceReader(backend)
+    for block in backend.blocks():
+        sent = read(WeightSlice(block.tensor, block.shape, block.box, 0))
+        in_fp32 = block.tensor.endswith("e_score_correction_bias")
+        assert sent.dtype == (torch.float32 if in_fp32 else torch.bfloat16)
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "deepseek_v3"])
@@ -160,6 +187,44 @@ def test_families_that_run_nowhere_and_kernels_without_sinks_are_refused_by_the_
     )
     sinks = unrunnable("gpt-oss-20b", "models.actor.gen.engine=embedded")
     assert any("actor has attention sinks, which torch varlen does not compute" in one for one in sinks)
+
+
+def hydra(settings: Mapping[str, Any]) -> str:
+    return "{" + ",".join(f"{key}:{value}" for key, value in settings.items()) + "}"
+
+
+def generating(family: str, *more: str) -> list[str]:
+    model = f"models.actor.architecture={hydra(architecture(family))}"
+    return ["models.actor.path=null", model, "models.actor.gen.engine=vllm", *more]
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "message"),
+    [
+        ("deepseek_v3", "cluster=cpu-1x2", "kv_lora_rank=512 and qk_rope_head_dim=64 alone, not for 8 and 4"),
+        ("deepseek_v3", "models.actor.dtype=fp32", "latent attention on GPUs needs bf16"),
+        ("glm4_moe", "models.actor.gen.quantization=fp8", "of family glm4_moe are not quantised"),
+        ("glm4_moe", "nodes.actor_gen.routing_replay=true", "family qwen3_moe, mixtral, not glm4_moe"),
+        ("glm4", "models.actor.gen.layout=t2 cluster=h100-1x2", "cannot be split over 2 tensor ranks"),
+    ],
+)
+def test_what_vllm_does_not_compute_of_a_family_is_refused_by_the_plan(
+    family: str, overrides: str, message: str
+) -> None:
+    try:
+        keys = generating(family, "cluster=h100-1x1", *overrides.split())
+        found = " ".join(compile_recipe(GRPO, keys).plan.unrunnable)
+    except PlanError as error:
+        found = str(error)
+    assert message in found
+
+
+def test_adapters_that_vllm_would_not_apply_are_merged() -> None:
+    lora = ("models.actor.lora.r=8", "models.actor.lora.alpha=8", "cluster=h100-1x1")
+    for family, is_merged in (("mixtral", False), ("deepseek_v3", True), ("glm4", True), ("glm4_moe", True)):
+        replicas = compile_recipe(GRPO, generating(family, *lora)).plan.replicas
+        (engine,) = (replica for replica in replicas if replica.role == "gen")
+        assert engine.merges_adapters == is_merged, family
 
 
 BALANCE = "models.actor.balance"

@@ -3,6 +3,7 @@
 import dataclasses
 from importlib.util import find_spec
 
+import family_kit
 import numpy as np
 import peft_kit
 import pytest
@@ -19,8 +20,11 @@ from hflow.config.schema import LoraConfig
 from hflow.engines.embedded.engine import EmbeddedEngine
 from hflow.engines.interface import SamplingParams
 from hflow.launch.checkpoints.merged import merge_adapter
-from hflow.models.adapter import add_magnitudes
+from hflow.models.adapter import adapter_weights, add_magnitudes
 from hflow.models.dtypes import DTYPES
+from hflow.planner.plan.request import trained_shape
+from hflow.shapes.architectures import read_shape
+from hflow.shapes.model_shape import EXPERT_TARGETS, tensors
 from hflow.training.interface import TrainShard
 from hflow.types.tensor_slices import Block, slices_within, whole_box
 from hflow.weights.adapters import MergedWeights, merge
@@ -34,20 +38,22 @@ VARIANTS = {
     "rslora": dataclasses.replace(LORA, rslora=True),
     "dora": dataclasses.replace(LORA, dora=True),
     "outer": dataclasses.replace(LORA, targets=("all-linear", "embed_tokens", "lm_head")),
+    "experts": dataclasses.replace(LORA, targets=("all-linear", *EXPERT_TARGETS)),
+    "downs of experts": dataclasses.replace(LORA, targets=("all-linear", EXPERT_TARGETS[1])),
 }
 if find_spec("bitsandbytes") is not None:
     VARIANTS["rounded"] = dataclasses.replace(LORA, base="nf4")
     VARIANTS["rounded dora"] = dataclasses.replace(LORA, base="nf4", dora=True)
 BATCH = kit.make_batch(kit.LENGTHS)
 OPTIONS = {"max_model_len": 64}
-CALL = kit.CALLS["token-mean"]
+CALL, VALUES = kit.CALLS["token-mean"], kit.call(lambda out: out.values, "token", [])
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """Return a checkpoint of the base model."""
     path = tmp_path_factory.mktemp("base")
-    kit.model().save(str(path))()
+    kit.with_biases(kit.model()).save(str(path))()
     return str(path)
 
 
@@ -59,10 +65,19 @@ def untied(tmp_path_factory):
     return str(path)
 
 
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    """Return a checkpoint of a base model with experts in all layers but the first one."""
+    path = tmp_path_factory.mktemp("mixed")
+    kit.model(architecture=kit.MIXED).save(str(path))()
+    return str(path)
+
+
 @pytest.fixture(params=VARIANTS)
-def variant(request, base, untied):
+def variant(request, base, untied, mixed):
     """Return settings of adapters, and a base that can have them."""
-    return VARIANTS[request.param], untied if request.param == "outer" else base
+    others = {"outer": untied, "experts": mixed, "downs of experts": mixed}
+    return VARIANTS[request.param], others.get(request.param, base)
 
 
 def computed_with(lora, base, tmp_path, dtype="fp32"):
@@ -89,6 +104,10 @@ def logprobs(backend):
     return result.columns["result"].values
 
 
+def whole_model(path):
+    return AutoModelForCausalLM.from_pretrained(path).state_dict()
+
+
 def frozen(settings):
     return dataclasses.replace(settings, name="ref", lora=None, trainable=False)
 
@@ -108,12 +127,16 @@ def test_forward_and_gradients_are_those_of_peft(variant, tmp_path):
     norm = torch.nn.utils.get_total_norm([x.grad for x in named.values()])
     gradients = []
     step, optimizer = backend._optimizer.step, backend._optimizer
+    names = {x: name for name, x in adapter_weights(backend._model).items()}
     optimizer.step = lambda norm: (gradients.extend(x.grad.clone() for x in optimizer._weights), step(norm))
     nll = kit.call(lambda out: -out.logprobs, "token", [], reduce="token-sum/1")
     metrics = backend.train(nll, [TrainShard((batch,))], 0)
     assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
-    for gradient, x in zip(gradients, named.values(), strict=True):
-        torch.testing.assert_close(gradient, x.grad, atol=1e-5, rtol=1e-4)
+    ours = peft_kit.as_named_by_peft(
+        {names[x]: gradient for x, gradient in zip(optimizer._weights, gradients, strict=True)}, lora
+    )
+    for name, x in named.items():
+        torch.testing.assert_close(ours[name], x.grad, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -144,18 +167,37 @@ def test_a_saved_adapter_loads_in_peft_and_merges(variant, tmp_path):
     whole = computed_with(lora, base, tmp_path)
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(whole), tmp_path)
     saved = load_file(tmp_path / "adapter_model.safetensors")
-    names = (f"base_model.model.{name}" for name in kit.weights(backend))
+    named = peft_kit.as_named_by_peft(kit.weights(backend), lora)
+    names = (f"base_model.model.{name}" for name in named)
     assert saved.keys() == {name.replace("_vector.weight", "_vector") for name in names}
     assert saved.keys() == get_peft_model_state_dict(theirs, save_embedding_layers=False).keys()
     merged = theirs.merge_and_unload().state_dict()
-    ours = load_file(tmp_path / "merged" / "model.safetensors")
-    for name, x in ours.items():
+    for name, x in whole_model(tmp_path / "merged").items():
         torch.testing.assert_close(x, merged[name], atol=1e-6, rtol=0)
     again = kit.model(path=str(tmp_path / "merged"), architecture=None, trainable=False)
     np.testing.assert_allclose(logprobs(again), logprobs(backend), atol=1e-5)
     merge_adapter(tmp_path, tmp_path / "exported")
-    for name, x in load_file(tmp_path / "exported" / "model.safetensors").items():
+    for name, x in whole_model(tmp_path / "exported").items():
         torch.testing.assert_close(x, merged[name], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "mixtral"])
+def test_experts_of_other_families_are_saved_and_merged_as_peft_does(family, tmp_path):
+    """With dense layers, shared experts and biases of routers, which the merged model has, too."""
+    kit.model(architecture=family_kit.architecture(family)).save(str(tmp_path / "base"))()
+    lora = dataclasses.replace(VARIANTS["experts"], save_merged=True)
+    backend = adapted(str(tmp_path / "base"), lora=lora)
+    shape = trained_shape(read_shape(backend._model.config.to_dict()), lora)
+    assert {x.name: x.shape for x in tensors(shape)} == {n: x.shape for n, x in kit.weights(backend).items()}
+    backend.train(CALL, kit.whole(BATCH), 0)
+    backend.save(str(tmp_path / "saved"))()
+    merge_adapter(tmp_path / "saved", tmp_path / "exported")
+    before, merged = whole_model(tmp_path / "base"), whole_model(tmp_path / "exported")
+    for name, x in whole_model(tmp_path / "saved" / "merged").items():
+        torch.testing.assert_close(x, merged[name], atol=1e-6, rtol=0)
+        assert torch.equal(x, before[name]) == ("_proj" not in name or name.endswith("bias"))
+    again = kit.model(path=str(tmp_path / "saved" / "merged"), architecture=None, trainable=False)
+    np.testing.assert_allclose(logprobs(again), logprobs(backend), atol=1e-4)
 
 
 def test_resuming_restores_adapters_and_moments(variant, tmp_path):
@@ -181,6 +223,12 @@ def test_the_head_of_a_critic_is_trained_with_its_adapters(base, tmp_path):
     critic.save(str(tmp_path))()
     critic.save_shards(str(tmp_path / "shards"))()
     assert (tmp_path / "value_head.safetensors").is_file()
+    merge_adapter(tmp_path, tmp_path / "merged")
+    whole = kit.model(path=str(tmp_path / "merged"), architecture=None, head="value", trainable=False)
+    found, wanted = (
+        backend.infer(VALUES, [BATCH])[0].columns["result"].values for backend in (whole, critic)
+    )
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
     again = adapted(base, head="value", seed=9)
     again.load_shards(str(tmp_path / "shards"))
     for name, x in kit.weights(critic).items():
@@ -286,9 +334,13 @@ def test_a_step_with_magnitudes_by_hand():
     assert adapter.lora_B["default"].weight.grad.item() == pytest.approx(10 / 5)
 
 
-def test_unknown_targets_are_named(base):
+def test_unknown_targets_are_named(base, mixed):
     with pytest.raises(BackendError, match=r"no module 'q_prj'; did you mean 'q_proj'\?"):
         adapted(base, lora=LoraConfig(targets=("q_prj",)))
+    with pytest.raises(BackendError, match=r"no module 'experts\.down_proj'"):
+        adapted(base, lora=LoraConfig(targets=("experts.down_proj",)))
+    with pytest.raises(BackendError, match=r"peft reads no magnitudes of down_proj in a model with experts"):
+        adapted(mixed, lora=LoraConfig(r=4, dora=True))
 
 
 class _Needed(IncomingWeights):
@@ -342,3 +394,32 @@ def test_an_engine_merges_its_part_of_each_tensor(base, tmp_path, num_ranks):
         del held["model.layers.0.self_attn.q_proj.weight"]
         with pytest.raises(RunError, match=r"adapter of model.layers.0.self_attn.q_proj.weight, of which"):
             list(MergedWeights(incoming, held, LORA.scale, torch.device("cpu")))
+
+
+def test_an_engine_merges_its_rows_of_every_expert(mixed, tmp_path):
+    """Tensor ranks divide the rows F: of gates and ups, which have one B, and of the columns of downs."""
+    backend = adapted(mixed, lora=VARIANTS["experts"])
+    backend.train(CALL, kit.whole(BATCH), 0)
+    whole, scale = kit.weights(adapted(mixed, lora=None)), LORA.scale
+    adapters = kit.weights(backend)
+    wanted = {}
+    for path in (f"model.layers.{layer}.mlp.experts." for layer in (1, 2)):
+        a, b = (adapters[f"{path}gate_up_proj.lora_{x}.weight"] for x in "AB")
+        down = adapters[f"{path}down_proj.lora_B.weight"] @ adapters[f"{path}down_proj.lora_A.weight"]
+        for name, part in (("gate", b[:, :16] @ a), ("up", b[:, 16:] @ a), ("down", down)):
+            wanted[f"{path}{name}_proj.weight"] = whole[f"{path}{name}_proj.weight"] + scale * part
+    for rank in (0, 1):
+        held = {}
+        for name, x in whole.items():
+            box, axis = list(whole_box(tuple(x.shape))), 2 if "down" in name else 1
+            if name in wanted:
+                box[axis] = (8 * rank, 8 * rank + 8)
+            at = slices_within(tuple(box), whole_box(tuple(x.shape)))
+            held[name] = Block(name, tuple(x.shape), tuple(box), x[at])
+        incoming = IncomingWeights.of_tensors(backend.weights)
+        for tensor in MergedWeights(incoming, held, scale, torch.device("cpu")):
+            (box,) = tensor.boxes
+            at = slices_within(box, whole_box(tuple(tensor.tensor.shape)))
+            if tensor.name in wanted:
+                torch.testing.assert_close(tensor.tensor[at], wanted[tensor.name][at], atol=1e-6, rtol=0)
+                assert not torch.equal(tensor.tensor[at], whole[tensor.name][at])

@@ -302,27 +302,30 @@ def test_knobs_that_cannot_work_are_refused(node, knobs, reads, expected):
 
 
 def test_hierarchical_advantage_compares_turns_that_observed_the_same():
-    # Three samples of one prompt, P; capitals are observations, dots turns: P.A.C., P.B.C., P.A.
-    texts = ["P.A.C.", "P.B.C.", "P.A."]
-    ids = torch.tensor([ord(letter) for text in texts for letter in text])
-    seqs = Sequences.of([6, 6, 4], loss_mask=[x == ord(".") for x in ids], group=[0, 0, 0])
+    # Four samples of one prompt, P; capitals are observations, dots turns.
+    texts = ["P.A.C.", "P.B.C.", "P.A.C.", "P.B.C."]
+    ids = torch.tensor([ord(letter) for letter in "".join(texts)])
+    mask = [x == ord(".") for x in ids]
     reward = torch.zeros(len(ids))
-    reward[[5, 11, 15]] = tensor(4.0, 2.0, 6.0)
-    turns = torch.tensor([1, 3, 5, 7, 9, 11, 13, 15])
-    # Without discount each turn has its sample's reward: 4 4 4, 2 2 2, 6 6.
-    knobs = {"gamma": 1.0, "std": False, "depth": 1}
-    # The same observation: P {4, 2, 6}, A {4, 6}, C {4, 2}, and B alone. With the one before: P, PA the same;
-    # AC and BC alone.
-    same = tensor(0.0, -1.0, 1.0, -2.0, 0.0, -1.0, 2.0, 1.0)
-    longer = tensor(0.0, -1.0, 0.0, -2.0, 0.0, 0.0, 2.0, 1.0)
-    for power, weights in {0.0: (0.5, 0.5), 1.0: (1 / 3, 2 / 3)}.items():
-        got = nodes.hierarchical_advantage(reward, ids, seqs, power=power, **knobs)
-        assert_close(got[turns], weights[0] * same + weights[1] * longer)
-        assert got.count_nonzero() == 6
+    reward[5::6] = tensor(4.0, 2.0, 8.0, 2.0)
+
+    def advantages(group, **knobs):
+        seqs = Sequences.of([6] * 4, loss_mask=mask, group=group)
+        got = nodes.hierarchical_advantage(reward, ids, seqs, **knobs)
+        assert not got[::2].any()
+        return got[1::2].view(4, 3)
+
+    # Without discount each turn has its sample's reward. The same observation: P {4, 2, 8, 2}, A {4, 8},
+    # B {2, 2} and C {4, 2, 8, 2}; with one before it PA {4, 8}, PB {2, 2}, AC {4, 8} and BC {2, 2}; with two
+    # PAC and PBC, as AC and BC. What is 0 has no weight: in C 0, -2, 4, -2; in AC and PAC -2, 2; in BC 0.
+    knobs = {"gamma": 1.0, "std": False, "depth": 2}
+    for power, last in {0.0: (4 + 2 + 2) / 3, 1.0: (4 + 2 * 2 + 3 * 2) / 6}.items():
+        got = advantages([0] * 4, power=power, **knobs)
+        wanted = [[0.0, -2.0, -2.0], [-2.0, 0.0, -2.0], [4.0, 2.0, last], [-2.0, 0.0, -2.0]]
+        assert_close(got, torch.tensor(wanted))
     # Of another prompt's samples nothing is compared.
-    apart = Sequences.of([6, 6, 4], loss_mask=[x == ord(".") for x in ids], group=[0, 1, 0])
-    got = nodes.hierarchical_advantage(reward, ids, apart, power=0.0, **knobs)
-    assert_close(got[turns], tensor(-1.0, -1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0))
-    # With the deviation of unequal groups, and discounted: turns of P have 1, 0.5 and 3.
-    got = nodes.hierarchical_advantage(reward, ids, seqs, gamma=0.5, depth=1, power=0.0)
-    assert_close(got[1], tensor(1 - 1.5)[0] / (math.sqrt(1.75) + 1e-4))
+    got = advantages([0, 1, 0, 1], power=1.0, **knobs)
+    assert_close(got, tensor(-2.0, 0.0, 2.0, 0.0)[:, None].expand(4, 3))
+    # Discounted, turns of P have 1, 0.5, 2 and 0.5, of which the squares deviate by 0.375 in the mean.
+    got = advantages([0] * 4, gamma=0.5)
+    assert_close(got[1, 0], tensor(-0.5 / (math.sqrt(0.375) + 1e-4))[0])

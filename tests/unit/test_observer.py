@@ -197,14 +197,12 @@ def test_a_corrected_gap_names_its_cap(tmp_path: Path) -> None:
     assert note.endswith("corrected up to nodes.actor_train.behav_weight_cap=5.0.")
 
 
-def test_the_gap_of_a_quantised_engine_names_its_quantisation(tmp_path: Path) -> None:
-    quantized = [
-        "models.actor.gen.engine=vllm",
-        "models.actor.gen.quantization=fp8",
-        "models.actor.dtype=bf16",
-    ]
+@pytest.mark.parametrize("key", ["quantization", "cache_dtype"])
+def test_the_gap_of_a_quantised_engine_names_its_quantisation(tmp_path: Path, key: str) -> None:
+    setting = f"models.actor.gen.{key}"
+    quantized = ["models.actor.gen.engine=vllm", f"{setting}=fp8", "models.actor.dtype=bf16"]
     (note,) = warned(tmp_path, quantized, 0.02)
-    assert "Likely causes are a low precision (try models.actor.gen.quantization=null)" in note
+    assert f"Likely causes are a low precision (try {setting}=null)" in note
 
 
 def test_the_limit_of_the_gap_can_be_set(tmp_path: Path) -> None:

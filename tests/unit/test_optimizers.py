@@ -23,7 +23,7 @@ from hflow.planner.plan.optimizers import CHUNK, check_groups, check_options, is
 from hflow.training.fsdp.memory import model_state
 from hflow.training.optimizers.adamw_8bit import optimizer as adamw_8bit
 from hflow.training.optimizers.adamw_8bit.optimizer import GroupAdamW8Bit, dequantize, dynamic_map, quantize
-from hflow.training.optimizers.adamw_bf16.optimizer import GroupAdamWBf16, round_stochastically
+from hflow.training.optimizers.adamw_bf16.optimizer import GroupAdamWBf16, random_bits, round_stochastically
 from hflow.training.optimizers.adamw_cpu.optimizer import NUM_BUFFERS
 from hflow.training.optimizers.muon.optimizer import GroupMuon, orthogonalize
 from hflow.training.optimizers.sgd.optimizer import GroupSGD
@@ -239,14 +239,14 @@ def test_moments_in_bf16_are_right_on_average():
     generator = torch.Generator().manual_seed(0)
     x = torch.cat([torch.full((100_000,), 1 + 2**-9), torch.full((100_000,), -3 - 2**-8), torch.zeros(3)])
     rounded = x.clone()
-    round_stochastically(rounded, generator)
+    round_stochastically(rounded, random_bits(len(x), generator))
     assert torch.equal(rounded, rounded.bfloat16().float())
     assert set(rounded.tolist()) == {1.0, 1 + 2**-7, -3.0, -3 - 2**-6, 0.0}
     for part in (slice(100_000), slice(100_000, 200_000)):  # a quarter of the numbers is the larger one
         assert rounded[part].mean().item() == pytest.approx(x[part][0].item(), rel=1e-4)
     for odd in (torch.inf, -torch.inf):
         values = torch.full((100,), odd)
-        round_stochastically(values, generator)
+        round_stochastically(values, random_bits(100, generator))
         assert (values == odd).all()
 
 

@@ -23,7 +23,6 @@ from cost_kit import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hflow.data.batches.shared_prefix import MIN_SAVED_FRACTION as BACKEND_MIN_SAVED_FRACTION
 from hflow.launch.planning.compile import compile_recipe
 from hflow.planner.forecast.cost.collectives import (
     RankPlacement,
@@ -34,7 +33,6 @@ from hflow.planner.forecast.cost.collectives import (
     send,
 )
 from hflow.planner.forecast.cost.flops import (
-    MIN_SAVED_FRACTION,
     attention_flops,
     head_parameters,
     kv_entries,
@@ -146,15 +144,15 @@ def test_the_heaviest_stage_counts():
     assert stage_flops(SMALL, amount, 3, 1, 1) == 2 * layer
 
 
-def test_prompts_of_a_group_are_computed_once_where_that_pays():
+def test_prompts_of_a_group_are_computed_once_in_a_micro_batch():
     lengths = [15, 16, 17, 15, 16, 17]  # two groups of three, prompts of 10
-    shared = work_of(lengths, 10, 3, budget=48)
+    shared = work_of(lengths, 10, 3, budget=28)
     assert (shared.groups, shared.sequences, shared.tokens, shared.learned) == (2, 6, 96, 36)
     assert shared.rows == 96 - 4 * 10
-    assert shared.squares == 2 * (15**2 + 16**2 + 17**2)
-    assert work_of(lengths, 10, 3, budget=47).rows == 96  # a group does not fit into a micro-batch
+    assert shared.squares == 2 * (15**2 + 16**2 + 17**2) - 4 * 10**2
+    assert work_of(lengths, 10, 3, budget=27).rows == 96 - 3 * 10  # two of three fit into a micro-batch
+    assert work_of(lengths, 10, 3, budget=21).rows == 96
     assert work_of(lengths, 10, 3).rows == 96  # another backend
-    assert work_of(lengths, 2, 3, budget=48).rows == 96  # 8 of 96 tokens are too few
     assert shared.share(0.5).rows == 28
 
 
@@ -166,7 +164,6 @@ def test_keys_and_values_are_repeated_beyond_their_heads():
 def test_the_planners_traits_of_the_torch_backend_are_right():
     assert activations.CHUNK_BYTES == logprobs.CHUNK_BYTES
     assert MIN_UNIT_BYTES == BACKEND_UNIT_BYTES
-    assert MIN_SAVED_FRACTION == BACKEND_MIN_SAVED_FRACTION
 
 
 # -------------------------------------------------------------------------------------- roofline
@@ -895,6 +892,16 @@ def test_a_quantised_engine_reads_a_byte_a_weight_and_multiplies_in_fp8():
     fast, slow = (named(prefill(one, prompt))["prefill"] for one in (engine, plain))
     assert slow == pytest.approx(2 * 1e6 * 147_456 / 2e12)
     assert fast == pytest.approx(slow / 2)
+
+
+def test_an_engine_reads_a_byte_for_each_number_of_a_cache_in_fp8():
+    plain, small = (
+        side(backend="vllm", dtype="bf16", cache_dtype=x, hardware=FP8_TOY, host=HostTimes())
+        for x in (None, "fp8")
+    )
+    assert decode_step(small, 1, 0) == decode_step(plain, 1, 0)
+    caches = [decode_step(one, 1, 1e4).seconds - decode_step(one, 1, 0).seconds for one in (plain, small)]
+    assert caches[0] == pytest.approx(2 * caches[1])
 
 
 def test_a_device_without_fp8_multiplies_quantised_weights_in_the_compute_dtype():

@@ -27,6 +27,7 @@ from hflow.planner.plan.request import stream_workloads
 from hflow.planner.plan.rows import Plan
 from hflow.planner.plan.serialise import to_plain
 from hflow.planner.plan.workload import Workload
+from hflow.report.text.plan.assumptions import assumption_lines
 from hflow.shapes.model_shape import ModelShape
 
 # ------------------------------------------------------------------------------------- monotonic
@@ -260,6 +261,18 @@ def test_the_step_of_the_addition_recipe():
         assert 1 / 3 < rows[node].seconds / seconds < 3
     step = sum(row.seconds for row in rows.values() if row.node != "save.actor")
     assert 0.5 < step / 0.178 < 2
+
+
+def test_an_infer_node_with_a_mask_computes_the_share_of_samples_that_is_set():
+    """All of them count where none is set; the plan says which."""
+    recipe, share = "recipes/teachers.py", "workload.shares.is_low=0.25"
+    plans = [compile_recipe(recipe, given).plan for given in ((), (share,))]
+    usual, given = ({time.node: dict(time.parts) for time in plan.forecast.times} for plan in plans)
+    assert given["low_inf"]["forward"] == pytest.approx(usual["low_inf"]["forward"] / 4, rel=0.02)
+    assert given["high_inf"] == usual["high_inf"]
+    for plan, text in zip(plans, ("all, though it computes", "25 %, which is_low marks"), strict=True):
+        assert dict(assumption_lines(plan))["samples of low_inf"].startswith(text)
+    assert plans[0].forecast.memory == plans[1].forecast.memory
 
 
 def test_decoding_runs_as_many_sequences_as_the_memory_model_grants_room():

@@ -170,7 +170,8 @@ CANNOT_RUN = [
             "models.actor.architecture.model_type=gpt2",
         ),
         "actor@gen: vllm needs to know the tensors of the model, which the planner knows for llama, mistral, "
-        "qwen2, qwen3, qwen3_moe, gemma3_text, but not for gpt2. Set models.actor.gen.engine=embedded.",
+        "qwen2, qwen3, qwen3_moe, gemma3_text, glm4, mixtral, glm4_moe, deepseek_v2, deepseek_v3, but not "
+        "for gpt2. Set models.actor.gen.engine=embedded.",
     ),
     (
         (VLLM, "models.actor.path=nowhere", "models.actor.architecture=null"),
@@ -364,7 +365,7 @@ FP8 = "models.actor.gen.quantization=fp8"
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        (["models.actor.gen.engine=embedded"], "the engine embedded does not quantise weights"),
+        (["models.actor.gen.engine=embedded"], "the engine embedded uses the model's dtype only"),
         ([VLLM], "vllm quantises models in bf16. Set models.actor.dtype=bf16"),
         ([VLLM, "cluster=a100-80g-1x1"], "a100-80g does not compute in fp8"),
         (
@@ -382,6 +383,46 @@ def test_what_cannot_be_quantised_is_refused_while_planning(overrides: list[str]
     assert any("gen.quantization is fp8" in one and reason in one for one in reasons)
 
 
+CACHE = "models.actor.gen.cache_dtype=fp8"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (
+            ["models.actor.gen.engine=embedded"],
+            "the engine embedded uses the model's dtype only. Set models.actor.gen.engine=vllm, or "
+            "models.actor.gen.cache_dtype=null",
+        ),
+        ([VLLM], "vllm quantises models in bf16. Set models.actor.dtype=bf16"),
+        ([VLLM, "cluster=a100-80g-1x1"], "a100-80g does not compute in fp8"),
+        (
+            [
+                VLLM,
+                "models.actor.path=null",
+                "models.actor.dtype=bf16",
+                "models.actor.architecture.head_dim=80",
+            ],
+            "needs heads of a multiple of 32 for it, and these have 80",
+        ),
+    ],
+)
+def test_a_cache_that_cannot_be_in_fp8_is_refused_while_planning(overrides: list[str], reason: str):
+    (found,) = compile_recipe(GRPO, [CACHE, *overrides]).plan.unrunnable
+    assert found.startswith("models.actor.gen.cache_dtype is fp8, but ")
+    assert reason in found
+
+
+def test_a_cache_in_fp8_holds_twice_as_many_sequences():
+    keys = [VLLM, "cluster=h100-1x8", "model@models.actor=qwen2.5-7b", "models.actor.path=null"]
+    keys += ["models.actor.gen.cache_gib=8"]
+    plain, small = (compile_recipe(GRPO, [*keys, *more]).plan for more in ([], [CACHE]))
+    assert plain.digest != small.digest
+    assert small.engines[0].why.endswith("KV cache in fp8; it schedules a step ahead")
+    few, many = (plan.engines[0].largest_batch for plan in (plain, small))
+    assert few <= many // 2 <= few + 1
+
+
 def test_gpus_that_compute_in_fp8():
     beside = compile_recipe(GRPO, [FP8, VLLM, "cluster=h100-1x1", "models.actor.lora={}"]).plan
     assert beside.unrunnable == ()
@@ -392,12 +433,13 @@ def test_gpus_that_compute_in_fp8():
         assert f"matrices of layers in fp8{guessed}; it schedules" in plan.engines[0].why
 
 
-def test_a_loss_that_takes_a_quantised_engine_for_the_trainer_is_warned_of():
+@pytest.mark.parametrize("key", [FP8, CACHE])
+def test_a_loss_that_takes_a_quantised_engine_for_the_trainer_is_warned_of(key: str):
     def warnings(*overrides: str) -> tuple[str, ...]:
-        return compile_recipe(GRPO, [FP8, VLLM, "cluster=h100-1x1", *overrides]).plan.warnings
+        return compile_recipe(GRPO, [key, VLLM, "cluster=h100-1x1", *overrides]).plan.warnings
 
     (warning,) = warnings()
     assert "nodes.actor_train.prox=recompute nodes.actor_train.over_cap=truncate corrects the loss" in warning
-    assert "models.actor.gen.quantization=fp8" in warning
+    assert key in warning
     assert warnings("nodes.actor_train.prox=recompute") == ()
-    assert warnings("models.actor.gen.quantization=null") == ()
+    assert warnings(key.replace("fp8", "null")) == ()

@@ -7,7 +7,7 @@ from model_configs import model_config
 from plan_graphs import changed, compute, grpo, ppo, request, sft, train, without
 
 from hflow.base.errors import NotYetError, PlanError
-from hflow.config.schema import LoraConfig, OptimConfig, ScheduleConfig
+from hflow.config.schema import LoraConfig, OptimConfig, ScheduleConfig, WorkloadConfig
 from hflow.graph.ir import Level, Node, Stream
 from hflow.planner.checks.settings import check_unused_keys, without_unused_keys
 from hflow.planner.compile import compile_plan
@@ -44,6 +44,21 @@ def test_an_offload_that_has_no_effect_is_refused():
     (reason,) = plan.unrunnable
     assert "weights that actor@gen uses in place. Set models.actor.offload=optimizer" in reason
     assert any("models.actor.offload=all saves no memory on a CPU" in line for line in plan.warnings)
+
+
+def test_states_that_are_on_the_host_are_not_offloaded():
+    """With megatron, gradients and weights in fp32 are."""
+    asked = {"optim": OptimConfig(name="adamw_cpu"), "offload": "optimizer"}
+    refused(grpo(), "adamw_cpu has its states in host memory already; remove", models=actor(**asked))
+    compile_plan(grpo(), request(models=actor(**asked, backend="megatron")))
+
+
+def test_shares_of_a_mask_that_no_infer_node_has_are_refused():
+    shares = WorkloadConfig(shares={"is_low": 0.5})
+    with pytest.raises(
+        PlanError, match=r"workload.shares.is_low is set, but no infer node has mask='is_low'"
+    ):
+        check_unused_keys(grpo(), request(workload=shares))
 
 
 def test_offloaded_activations_without_recomputation_are_refused():

@@ -14,6 +14,7 @@ from model_configs import model_config
 
 from hflow.base.errors import NotYetError, PlanError
 from hflow.base.shipped import shipped_directory
+from hflow.engines.vllm import memory as vllm_memory
 from hflow.launch.planning.compile import compile_plan_file, compile_recipe, plan_file_text
 from hflow.launch.running.run_recipe import RunEnvironment, run_compiled
 from hflow.planner.checks.layouts import check_layouts
@@ -290,6 +291,8 @@ def test_memory_of_layers_of_two_kinds():
 def test_caches_of_latent_attention_are_whole_on_every_tensor_rank():
     ranks = [rank_of(layout, DEEPSEEK_V3, "gen", "vllm", dtype="bf16") for layout in ("t1", "t8")]
     assert [cache_bytes_per_token(rank) for rank in ranks] == [70_272, 70_272]
+    on_cpu = replace(ranks[0], on_cpu=True)
+    assert [vllm_memory.block_bytes(rank) for rank in (ranks[0], on_cpu)] == [16 * 70_272] * 2
 
 
 def test_a_microbatch_is_divided_over_context_ranks():
@@ -451,13 +454,13 @@ def test_tensor_ranks_share_tokens_in_models_with_experts():
 
 
 def test_a_plan_file_of_a_family_that_is_only_planned_is_not_run(tmp_path: Path):
-    keys = ["model@models.actor=mixtral-8x7b", "models.actor.path=null", "models.actor.backend=megatron"]
+    keys = ["model@models.actor=gpt-oss-20b", "models.actor.path=null", "models.actor.backend=megatron"]
     keys += ["cluster=h100-4x8", "placement=actor=all:d8t4e8 actor.gen=all:d8t4"]
     file = tmp_path / "lock.json"
     file.write_text(plan_file_text(compile_recipe(GRPO, keys)))
     with pytest.raises(NotYetError) as refusal:
         run_compiled(compile_plan_file(file), False, RunEnvironment())
     assert str(refusal.value) == (
-        "models.actor is of family mixtral, which can be planned with megatron but not run yet. Set "
+        "models.actor is of family gpt_oss, which can be planned with megatron but not run yet. Set "
         "models.actor.backend=torch, or use a model of family llama, mistral, qwen2, qwen3, qwen3_moe."
     )

@@ -18,7 +18,8 @@ from memory_kit import LLAMA_7B, SMALL, microbatch, named, rank
 from model_configs import model_config
 
 from hflow.base.errors import ConfigError, PlanError
-from hflow.config.schema import WorkloadConfig
+from hflow.config.schema import LoraConfig, WorkloadConfig
+from hflow.engines.embedded import dense_decoder
 from hflow.engines.embedded import memory as embedded_memory
 from hflow.engines.embedded.cache import SlotCache
 from hflow.engines.embedded.engine import EmbeddedEngine, EngineOptions
@@ -73,6 +74,7 @@ def test_descriptors_of_backends_are_right():
     assert activations.LOGITS_PER_TILE == logprobs.LOGITS_PER_TILE
     assert torch_memory.MIN_UNIT_BYTES == fsdp.MIN_UNIT_BYTES
     assert EngineOptions().max_tokens_per_step == parts.PREFILL_TOKENS
+    assert embedded_memory.MIN_ARRANGED == dense_decoder.MIN_ARRANGED
 
 
 def test_entries_of_a_whole_model():
@@ -312,10 +314,17 @@ def test_micro_batches_are_bounded_by_budget_longest_sequence_and_share():
     plan = compile_plan(graphs.grpo(minibatches=2), graphs.request())
     lengths = Workload(300, 50, 0.6, 100)
     found = batch_of(plan, "actor_train", lengths, 2, tokens_per_microbatch=1_000)
-    assert (found.tokens, found.num, found.num_learned, found.pads) == (1_000, 4, 250, True)
+    assert (found.tokens, found.num, found.pads) == (1_000, 4, True)
+    # At most 4 x 100 of a group's 700 computed tokens are learned. With answers of one token, 4 of them need
+    # 304 computed tokens, and a prompt three times more.
+    assert found.num_learned == -(-1_000 * 400 // 700)
+    assert (found.repeated, found.mask) == (2_200, 100 * 400)  # the rank has 3,200 tokens in all
+    few = batch_of(plan, "actor_train", lengths, 2, tokens_per_microbatch=500)
+    assert few.repeated == 500 * 900 // 304
     assert batch_of(plan, "actor_train", lengths, 2, tokens_per_microbatch=100).tokens == 400
     everything = batch_of(plan, "actor_train", lengths, 2)
-    assert (everything.tokens, everything.num) == (3_200, 1)
+    assert (everything.tokens, everything.num, everything.num_learned) == (3_200, 1, 800)
+    assert (everything.repeated, everything.mask) == (0, 0)
     observing = compile_plan(graphs.grpo(minibatches=2, observed="is_observed"), graphs.request())
     assert batch_of(observing, "actor_train", lengths, 2, tokens_per_microbatch=1_000).num_learned == 1_000
     # Inference sees the batch whole: 32 samples over 2 ranks.
@@ -460,6 +469,20 @@ def test_quantised_weights_take_a_byte_and_their_scales():
     # 4 layers: attention 2 x 64 x (4 + 2) x 16, and 8 experts of 3 x 64 x 32. The router of 8 x 64 remains.
     experts = 4 * (12_288 + 8 * 6_144)
     assert plain - quantized == experts - -(-4 * experts // 128**2)
+
+
+def test_an_adapter_of_the_mlp_has_its_product_beside_the_sum():
+    on_mlp, on_attention = (
+        activations.added_by_adapter(rank(SMALL, "d2", lora=LoraConfig(targets=targets)), 10)
+        for targets in (("up_proj",), ("q_proj",))
+    )
+    assert (on_mlp, on_attention, activations.added_by_adapter(rank(SMALL, "d2"), 10)) == (4 * 128 * 10, 0, 0)
+
+
+def test_a_cache_in_fp8_takes_a_byte_for_each_number():
+    plain, small = (vllm_memory.block_bytes(vllm_rank(cache_dtype=x)) for x in (None, "fp8"))
+    assert (plain, small) == (16 * 2 * 2 * 32 * 4_096, 16 * 2 * 32 * 4_096)
+    assert parts.engine_weights(vllm_rank(cache_dtype="fp8")) == 2 * NUM_7B
 
 
 def test_a_quantised_layer_is_loaded_in_bf16_and_quantised_beside_it():
@@ -1179,6 +1202,25 @@ def test_a_real_training_step_in_several_micro_batches():
     assert transient(kit.ARCHITECTURE, "infer", batch) == close_to(inferred)
 
 
+@pytest.mark.parametrize("answer", [4, 100])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_real_training_step_on_prompts_that_groups_share(answer, recompute):
+    """Two groups of eight: the keys of 120 tokens are there eight times, everything else of them once."""
+    prompt, size, num = 120, 8, 16
+    groups = {"group_size": size, "prompt": prompt}
+    length = prompt + answer
+    trained, inferred = kit.real_peaks(
+        kit.WIDE, num, length, groups=groups, activation_checkpointing=recompute
+    )
+    computed = num // size * prompt + num * answer
+    repeated, mask = num * length - computed, answer * length
+    batch = replace(microbatch(computed, num * answer, pads=True), repeated=repeated, mask=mask)
+    asked = {"activation_checkpointing": recompute}
+    # Answers of one length need no padding, of which the plan counts a seventh.
+    assert 1 <= transient(kit.WIDE, "train", batch, **asked) / trained < 1.2
+    assert 1 <= transient(kit.WIDE, "infer", batch, **asked) / inferred < 1.2
+
+
 def test_a_real_engine_in_its_second_turn():
     num_sequences, prompt, response = 16, 64, 64
     made = EmbeddedEngine(
@@ -1192,8 +1234,9 @@ def test_a_real_engine_in_its_second_turn():
             made.step()
 
     turn()
-    measured = made.cache_bytes + kit.peak(turn)
     found = rank(kit.shape_of(kit.ARCHITECTURE), backend="embedded")
+    # What MKL arranges is not in torch's memory.
+    measured = made.cache_bytes + kit.peak(turn) + embedded_memory.arranged_weights(found)
     load = parts.EngineLoad(num_sequences, prompt, prompt + response, num_sequences * prompt)
     assert embedded_memory.cache_bytes(found, load, 0, 0) == made.cache_bytes
     assert made.cache_bytes + embedded_memory.decode_step(found, load).total() == close_to(measured)

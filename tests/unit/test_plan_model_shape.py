@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hflow.base.errors import PlanError
+from hflow.models.expert_tensors import stacked_views
 from hflow.models.settings import ModelSettings, RankPosition
 from hflow.planner.plan.serialise import to_plain
 from hflow.planner.plan.traits import traits
 from hflow.planner.weights.sharding import is_on_stage, rank_box, rank_tensors, tensor_shards
-from hflow.shapes.architectures import FAMILIES, read_shape
+from hflow.shapes.architectures import FAMILIES, KNOWN_FAMILIES, read_shape
 from hflow.shapes.layout import Layout, stage_layers
 from hflow.shapes.model_shape import (
     TensorSpec,
@@ -109,6 +110,17 @@ PLANNED_VARIANTS = [
 ]
 
 
+FAMILIES_BY_NAME = [
+    ("gemma3_text", {**SMALL, "head_dim": 8, "sliding_window": 16, "tie_word_embeddings": False}),
+    ("mixtral", {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    ("qwen3_moe", {**MIXED, "num_experts": 6, "mlp_only_layers": [0]}),
+    ("glm4", {**SMALL, "head_dim": 8, "attention_bias": True}),
+    ("glm4_moe", {**DEEPSEEK, "attention_bias": True, "use_qk_norm": True}),
+    ("deepseek_v2", {**DEEPSEEK, "head_dim": 4, "q_lora_rank": None}),
+    ("deepseek_v3", {**DEEPSEEK, "head_dim": 4, "attention_bias": True}),
+]
+
+
 @pytest.mark.parametrize(("family", "sizes"), PLANNED_VARIANTS)
 def test_parameters_of_families_that_are_only_planned_are_those_that_transformers_builds(family, sizes):
     config = AutoConfig.for_model(family, **sizes, pad_token_id=0)
@@ -120,6 +132,16 @@ def test_parameters_of_families_that_are_only_planned_are_those_that_transformer
     assert num_parameters(shape) == num_built
     assert num_parameters(read_shape(config.to_dict())) == num_built
     assert sum(spec.numel for spec in tensors(shape)) == num_built
+
+
+@pytest.mark.parametrize(("family", "sizes"), FAMILIES_BY_NAME)
+def test_known_tensors_have_the_names_that_trainers_send(family, sizes):
+    config = AutoConfig.for_model(family, **sizes, pad_token_id=0)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    sent = stacked_views(family, model.state_dict().items())
+    assert family in KNOWN_FAMILIES
+    assert dict(named(read_shape(config.to_dict()))) == {name: tuple(x.shape) for name, x in sent}
 
 
 def test_a_model_with_a_vision_tower_has_the_sizes_of_its_language_model():

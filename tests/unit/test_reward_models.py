@@ -14,7 +14,9 @@ from late_megatron import megatron
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from hflow.base.errors import BackendError
+from hflow.config.schema import LoraConfig
 from hflow.data.batches.batch import Batch
+from hflow.models.merged import write_merged
 from hflow.models.settings import ModelSettings, RankPosition
 from hflow.training.fsdp.backend import TorchModel
 from hflow.training.interface import TrainShard
@@ -98,6 +100,21 @@ def test_a_saved_reward_model_is_one_of_transformers(
     np.testing.assert_allclose(their_scores(tmp_path), scores(ours), atol=1e-5)
     assert np.abs(their_scores(tmp_path) - their_scores(reward_model)).max() > 1e-6
     np.testing.assert_allclose(scores(opened(backend, tmp_path)), scores(ours), atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_merged_adapter_of_a_reward_model_has_its_head(
+    reward_model: Path, backend: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("peft")
+    ours = opened(backend, reward_model, trainable=True, lora=LoraConfig(r=2, alpha=4))
+    call = kit.call(lambda out: out.scores, "sequence", [], reduce="seq-mean")
+    for step in (0, 1):  # B is 0 at first, so A has no gradient
+        ours.train(call, [TrainShard((batch_of(TOKENS),))], step)
+    ours.save(str(tmp_path / "adapter"))()
+    write_merged(tmp_path / "adapter", reward_model, tmp_path / "merged")
+    assert np.abs(their_scores(tmp_path / "merged") - their_scores(reward_model)).max() > 1e-6
+    np.testing.assert_allclose(their_scores(tmp_path / "merged"), scores(ours), atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -265,3 +265,28 @@ def test_an_integer_that_floats_would_change_is_refused() -> None:
         store.gather("gen", ["gen/id"], [0, 1])
     store.add_value("gen", "id", Unit.SEQUENCE, [2], 12345678901234)
     assert store.gather("gen", ["gen/id"], [2, 1]).columns["id"].values.tolist() == [12345678901234, 0.5]
+
+
+def test_long_rows_are_packed_when_they_come_and_stay_what_they_were() -> None:
+    """Of a rounded log-prob nothing may be lost, and short rows beside long ones keep their place."""
+    lengths = {0: field_column.LONG, 1: 3, 2: 2 * field_column.LONG}
+    rows = {sample: [0.5 * t for t in range(length)] for sample, length in lengths.items()}
+    rows[3] = [0.1, *rows[0]]
+    column = field_column.FieldColumn("behav_logprobs", Unit.TOKEN)
+    for sample, row in rows.items():
+        column.put_loose(sample, row)
+    is_packed = {sample: packed is not None for sample, (packed, _) in column.held_cells(rows).items()}
+    assert is_packed == {0: True, 1: False, 2: True, 3: False}, "0.1 is not the same number in float32"
+    assert column.values([3, 2, 1, 0]) == [rows[3], rows[2], rows[1], rows[0]]
+    merged = column.column([2, 1, 0, 3]).values
+    expected = np.array([*rows[2], *rows[1], *rows[0], *rows[3]], np.float32)
+    assert merged.dtype == np.float32
+    assert np.array_equal(merged, expected)
+
+
+def test_long_rows_of_a_field_whose_dtype_is_not_known_stay_as_they_are() -> None:
+    column = field_column.FieldColumn("weights", Unit.TOKEN)
+    column.put_loose(0, [1] * field_column.LONG)
+    column.put_loose(1, [0.5])
+    assert column.column([0, 1]).values.dtype == np.float64
+    assert column.values([0])[0][0] == 1

@@ -379,7 +379,8 @@ def test_settings_that_hold_a_plan_back_are_named() -> None:
     apart = "placement='actor,critic,ref=0-3:d4 actor.gen=4-7:d4'"
     limited = (*PPO_ON_8, apart, "schedule.max_concurrent=16")
     plan = compile_recipe(RECIPES / "ppo.py", limited, with_limits=True).plan
-    setting, idle = plan.forecast.limits
+    setting, idle, *others = plan.forecast.limits
+    assert all("FP8" in other.cause for other in others)
     assert re.fullmatch(
         r"schedule\.max_concurrent=16 limits how many samples are generated at once\. With "
         r"schedule\.max_concurrent=512 a step takes \d+ % less\.",
@@ -530,7 +531,8 @@ def test_a_backend_that_divides_layers_is_named_where_training_waits_for_the_net
         *("nodes.actor_gen.max_tokens=1024", "workload.prompt=200", "workload.response_mean=600"),
     )
     plan = compile_recipe(RECIPES / "grpo.py", large, with_limits=True).plan
-    (limit,) = plan.forecast.limits
+    limit, *others = plan.forecast.limits
+    assert all("FP8" in other.cause for other in others)
     setting = "models.actor.backend=megatron"
     waits = "actor_train waits for the network for most of its seconds"
     assert re.fullmatch(rf"{waits}\. With {setting} a step takes \d+ % less\.", limit_text(limit))

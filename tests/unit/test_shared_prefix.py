@@ -6,13 +6,17 @@ import numpy as np
 import pytest
 import torch
 import torch_kit as kit
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hflow.data.batches.batch import Batch, Column
 from hflow.data.batches.shared_prefix import share_prefixes
+from hflow.models import packed_attention
+from hflow.models.attention_kernels import Reach, additive_mask, reaching_attention
+from hflow.models.packed_attention import PackedLayout, attend
 from hflow.training.interface import TrainShard
 from hflow.types import Unit
+from hflow.types.kernels import AttentionKernel
 
 SEQUENCES = st.lists(
     st.tuples(st.integers(0, 2), st.lists(st.integers(0, 1), min_size=1, max_size=5)), min_size=1, max_size=8
@@ -75,3 +79,72 @@ def test_training_is_the_same_with_and_without_sharing(budget: int) -> None:
     assert norm == pytest.approx(other_norm, rel=1e-5)
     for name, tensor in weights.items():
         torch.testing.assert_close(tensor, others[name], atol=1e-5, rtol=0)
+
+
+GROUPS = st.lists(
+    st.tuples(st.integers(1, 6), st.lists(st.integers(0, 5), min_size=1, max_size=4)), min_size=1, max_size=3
+)
+"""Groups by the tokens of their prompt and of each answer. One without a token is the prompt alone."""
+
+
+def batch_of_groups(groups: list[tuple[int, list[int]]]) -> Batch:
+    """Groups with a prompt each, whose answers begin with different tokens."""
+    rows = [
+        (group, [group] * prompt + [10 + sample] * min(length, 1) + [7] * (length - 1))
+        for group, (prompt, answers) in enumerate(groups)
+        for sample, length in enumerate(answers)
+    ]
+    return batch_of(rows)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    GROUPS,
+    st.sampled_from([Reach(), Reach(window=3), Reach(sinks=torch.tensor([0.3, -1.0, 0.0, 2.0]))]),
+    st.sampled_from([AttentionKernel.SDPA, AttentionKernel.VARLEN]),
+)
+def test_attention_of_own_tokens_equals_that_of_whole_sequences(
+    groups: list[tuple[int, list[int]]], reach: Reach, kernel: AttentionKernel
+) -> None:
+    batch = batch_of_groups(groups)
+    sharing = share_prefixes(batch)
+    if sharing is None or (kernel is AttentionKernel.VARLEN and reach.sinks is not None):
+        return
+    torch.manual_seed(0)
+    rows, heads = len(sharing.token_of_row), (4, 2, 2)
+    inputs = [torch.randn(rows, num, 8, requires_grad=True) for num in heads]
+    upstream = torch.randn(rows, 4, 8)
+    whole = PackedLayout.of(batch.lengths, "cpu", torch.float32)
+    expanded = (x[torch.from_numpy(sharing.row_of_token)] for x in inputs)
+    wanted = attend(*expanded, whole, 0.3, reach)[torch.from_numpy(sharing.token_of_row)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed_attention, "varlen_attention", sequence_by_sequence)
+        if kernel is AttentionKernel.VARLEN:
+            patch.setattr(packed_attention, "kernel_of", lambda *_: kernel)
+        layout = PackedLayout.of(batch.lengths, "cpu", torch.float32, sharing)
+        got = attend(*inputs, layout, 0.3, reach)
+    torch.testing.assert_close(got, wanted)
+    for one, other in zip(*(torch.autograd.grad(x, inputs, upstream) for x in (got, wanted)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def sequence_by_sequence(
+    kernel: AttentionKernel,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cumulative: tuple[torch.Tensor, torch.Tensor],
+    longest: tuple[int, int],
+    scaling: float,
+    window: int | None,
+) -> torch.Tensor:
+    """What a kernel for packed sequences computes, by its documentation."""
+    queries, keys = (starts.diff().tolist() for starts in cumulative)
+    assert longest == (max(queries), max(keys))
+    parts = []
+    for rows in zip(q.split(queries), k.split(keys), v.split(keys), strict=True):
+        one, key, value = (x.transpose(0, 1)[None] for x in rows)
+        num, length = one.shape[2], key.shape[2]
+        mask = additive_mask(torch.arange(length - num, length), length, q.dtype)[:, 0, 0]
+        parts.append(reaching_attention(one, key, value, scaling, Reach(window), mask)[0].transpose(0, 1))
+    return torch.cat(parts)

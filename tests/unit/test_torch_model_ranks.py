@@ -14,6 +14,7 @@ from ranks import start
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from hflow.models.expert_tensors import file_tensors, stacked_views
 from hflow.training.fsdp.weight_export import merged_weights
 
 
@@ -110,9 +111,11 @@ def test_adapters(directory, ranks, name):
     assert_same(got, wanted)
     files = (directory / name / "merged").glob("*.safetensors")
     merged = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    for name, tensor in merged_weights(backend._model, backend._runner.module.head, "lm", torch.float32, 2.0):
+    here = merged_weights(backend._model, backend._runner.module.head, "lm", torch.float32, 2.0)
+    tensors = file_tensors(dict(stacked_views(backend._model.config.model_type, here)))
+    for name, tensor in tensors.items():
         torch.testing.assert_close(merged[name], tensor, atol=1e-5, rtol=0)
-    assert merged.keys() == kit.weights(kit.model(**plain)).keys()
+    assert merged.keys() == file_tensors(kit.weights(kit.model(**plain))).keys()
     (base,) = kit.model(**plain).infer(kit.LOGPROBS, [batch])
     if changes["lora"].base is None:
         np.testing.assert_allclose(without, base.columns["result"].values, atol=1e-5)

@@ -158,6 +158,14 @@ def test_megatron_options_for_fp8_that_vetrainer_factor_on_are_named() -> None:
     assert entries[key.replace("fp8", "fp7")].reason == "unknown"
 
 
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2"])
+def test_a_cache_in_fp8_that_verl_passes_to_vllm(dtype: str) -> None:
+    key = "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype"
+    draft, entries = translated(VERL, {**VERL.defaults, key: dtype})
+    found = draft.settings.get("models.actor.gen.cache_dtype"), entries[key].reason
+    assert found == (("fp8", "differs") if dtype == "fp8" else (None, "unknown"))
+
+
 @BY_NAME
 def test_every_key_has_one_row_and_every_row_a_key(peer: Peer) -> None:
     rows = [row.key for row in peer.rows]
@@ -482,6 +490,12 @@ def test_optimizers_have_their_names() -> None:
         settings = translated(peer, values)[0].settings
         key = f"models.{model}.optim"
         assert (settings[f"{key}.name"], settings[f"{key}.betas"]) == ("adamw_8bit", [0.9, 0.95])
+
+
+def test_parameters_of_experts_are_targets_of_adapters() -> None:
+    given = {**TRL_BASE, "use_peft": True, "lora_target_modules": "all-linear"}
+    settings = translated(TRL, {**given, "lora_target_parameters": ["mlp.experts.down_proj"]})[0].settings
+    assert settings["models.actor.lora.targets"] == ["all-linear", "experts.down_proj"]
 
 
 def test_masks_of_trl_that_another_loss_does_not_have_are_left() -> None:

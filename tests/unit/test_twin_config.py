@@ -13,7 +13,13 @@ from safetensors.torch import save_file
 
 from hflow.launch.planning.compile import compile_recipe
 from hflow.launch.planning.read_recipe import read_recipe
-from hflow.launch.running.twin import comparable_config, compare_with_twin, configuration, reference_config
+from hflow.launch.running.twin import (
+    comparable_config,
+    compare_with_twin,
+    configuration,
+    describe_changes,
+    reference_config,
+)
 from hflow.planner.plan.rows import Plan
 from hflow.report.text.twin import TwinResult
 from hflow.runtime.records.run_summary import RunSummary
@@ -30,6 +36,13 @@ def twin_plan(*overrides: str) -> Plan:
 
 def placed(plan: Plan) -> dict[str, tuple[str, str, tuple[int, ...]]]:
     return {r.name: (r.backend, str(r.layout), r.workers) for r in plan.replicas}
+
+
+def test_an_engine_that_quantises_becomes_one_that_does_not() -> None:
+    keys = [f"models.actor.gen.{key}=fp8" for key in ("quantization", "cache_dtype")]
+    assert twin_plan(*keys, "models.actor.dtype=bf16").unrunnable == ()
+    config, graph, _ = read_recipe(PPO, [*VLLM, *keys])
+    assert "actor generates in fp32 (gen.cache_dtype=fp8)" in describe_changes(graph, config)
 
 
 @pytest.mark.parametrize(

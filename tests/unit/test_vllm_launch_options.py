@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatch
 from typing import Any
@@ -21,9 +22,13 @@ from hflow.engines.vllm.memory import graph_sizes, image_tokens
 from hflow.engines.vllm.vision_options import image_options, model_overrides
 from hflow.models.settings import ModelSettings
 
+QWEN2 = {"model_type": "qwen2"}
 
-def arguments(device: str, max_running: int = 1024, **more: object) -> dict[str, Any]:
-    settings = ModelSettings(name="actor", device=device, dtype="bf16")
+
+def arguments(
+    device: str, max_running: int = 1024, architecture: Mapping[str, Any] = QWEN2, **more: object
+) -> dict[str, Any]:
+    settings = ModelSettings(name="actor", device=device, dtype="bf16", architecture=architecture)
     options = {"max_running": max_running, "cache_bytes": 1 << 20, **more}
     return engine_arguments(EngineSetup(settings, options), "model", 2048)
 
@@ -41,6 +46,20 @@ def test_a_cpu_has_neither() -> None:
     assert "cudagraph_capture_sizes" not in found
 
 
+def test_families_with_latent_attention_compute_as_in_transformers_on_any_cpu() -> None:
+    v2, v3 = {"model_type": "deepseek_v2"}, {"model_type": "deepseek_v3"}
+    found = arguments("cpu", architecture=v3)
+    assert found["attention_backend"] == "CPU_MLA"
+    assert found["hf_overrides"] == {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    on_gpu = arguments("cuda", architecture={**v2, "topk_method": "greedy", "n_group": 4})
+    assert "attention_backend" not in on_gpu
+    unnormalised = {"scoring_func": "softmax", "norm_topk_prob": False}
+    assert on_gpu["hf_overrides"] == {**unnormalised, "n_group": 1, "topk_group": 1}
+    grouped = arguments("cuda", architecture={**v2, "topk_method": "group_limited_greedy"})
+    assert grouped["hf_overrides"] == unnormalised
+    assert not {"hf_overrides", "attention_backend"} & arguments("cpu").keys()
+
+
 def test_fp8_spares_the_routers_of_experts() -> None:
     assert "quantization" not in arguments("cuda")
     found = arguments("cuda", quantization="fp8")
@@ -49,6 +68,17 @@ def test_fp8_spares_the_routers_of_experts() -> None:
     layer = "model.layers.0.mlp"
     assert fnmatch(f"{layer}.gate", pattern)
     assert not any(fnmatch(f"{layer}.{name}", pattern) for name in ("gate_up_proj", "gate_proj", "experts"))
+
+
+def test_a_cache_in_fp8_has_half_the_blocks_bytes() -> None:
+    assert "kv_cache_dtype" not in arguments("cuda")
+    assert arguments("cuda", cache_dtype="fp8")["kv_cache_dtype"] == "fp8"
+    setups = [
+        EngineSetup(replace(SETTINGS, dtype="bf16"), {"max_running": 4, **x})
+        for x in ({}, {"cache_dtype": "fp8"})
+    ]
+    plain, small = (engine_arguments(setup, "model", 64)["kv_cache_memory_bytes"] for setup in setups)
+    assert plain == 2 * small
 
 
 def test_adapters_have_buffers_of_the_next_rank_in_targeted_layers_only() -> None:
@@ -75,7 +105,7 @@ def test_vllms_server_reads_the_same_arguments(device: str) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     parser = EngineArgs.add_cli_args(argparse.FlexibleArgumentParser())
-    found = arguments(device, max_running=600, quantization="fp8")
+    found = arguments(device, max_running=600, quantization="fp8", cache_dtype="fp8")
     found |= model_overrides(setup_of("qwen3_vl"))
     read = vars(parser.parse_args(command_line(found)))
     ignored = found.pop("quantization_config")

@@ -22,7 +22,10 @@ def exact(completions: list[str], answer: list[str], **_: Any) -> list[float]:
     return [float(c.strip() == a) for c, a in zip(completions, answer, strict=True)]
 
 
-def main(model: str, prompts: int, updates: int, max_tokens: int, lr: float, steps: int) -> None:
+def main(
+    model: str, prompts: int, updates: int, max_tokens: int, lr: float, steps: int, shots: int, budget: int
+) -> None:
+    """Run steps. TRL has no micro-batches by tokens, so `budget` is not used."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -31,7 +34,8 @@ def main(model: str, prompts: int, updates: int, max_tokens: int, lr: float, ste
     torch.set_num_threads(1)
     rng = random.Random(0)
     pairs = [(rng.randrange(100), rng.randrange(100)) for _ in range(4096)]
-    rows = [{"prompt": f"{a:02d}+{b:02d}=", "answer": f"{a + b:03d}"} for a, b in pairs]
+    solved = "".join(f"{a:02d}+{b:02d}={a + b:03d}\n" for a, b in pairs[:shots])
+    rows = [{"prompt": f"{solved}{a:02d}+{b:02d}=", "answer": f"{a + b:03d}"} for a, b in pairs]
     stamps: list[float] = []
 
     class Clock(TrainerCallback):

@@ -16,9 +16,6 @@ from hflow.data.batches.batch import Batch
 
 Rows = npt.NDArray[np.int64]
 
-MIN_SAVED_FRACTION = 0.1
-"""Minimum fraction of the tokens that sharing must save to be worth the indirection."""
-
 
 @dataclass(frozen=True)
 class PrefixSharing:
@@ -31,31 +28,42 @@ class PrefixSharing:
 
 
 def share_prefixes(batch: Batch, names: Sequence[str] = ("input_ids",)) -> PrefixSharing | None:
-    """Find the tokens with which several sequences of a group begin.
+    """Find the tokens with which all sequences of a group begin.
 
     Args:
         batch: has these columns. The members of a group need not be neighbours.
         names: columns on which the hidden states of a token depend.
 
     Returns:
-        None if too little would be saved.
+        None if no group shares any.
+    """
+    starts, owner, shared = batch.offsets[:-1], np.arange(batch.num_tokens), shared_tokens(batch, names)
+    for rows in _groups(batch.groups):
+        first, num = starts[rows[0]], shared[rows[0]]
+        for row in rows[1:]:
+            owner[starts[row] : starts[row] + num] = np.arange(first, first + num)
+    token_of_row = np.flatnonzero(owner == np.arange(len(owner)))
+    if len(token_of_row) == len(owner):
+        return None
+    return PrefixSharing(token_of_row, np.searchsorted(token_of_row, owner))
+
+
+def shared_tokens(batch: Batch, names: Sequence[str] = ("input_ids",)) -> Rows:
+    """Return int64 `[S]`: the number of tokens with which all sequences of a row's group begin.
+
+    It is 0 for a sequence without others in its group. The arguments are those of `share_prefixes`.
     """
     columns = [np.asarray(batch.columns[name].values) for name in names]
-    starts, owner = batch.offsets[:-1], np.arange(batch.num_tokens)
+    starts, shared = batch.offsets[:-1], np.zeros(len(batch), dtype=np.int64)
     for rows in _groups(batch.groups):
-        shared = min(
+        shared[rows] = min(
             _common_prefix(
                 values[starts[rows[0]] :][: batch.lengths[rows[0]]], values[starts[row] :][:length]
             )
             for row, length in zip(rows[1:], batch.lengths[rows[1:]], strict=True)
             for values in columns
         )
-        for row in rows[1:]:
-            owner[starts[row] : starts[row] + shared] = np.arange(starts[rows[0]], starts[rows[0]] + shared)
-    token_of_row = np.flatnonzero(owner == np.arange(len(owner)))
-    if len(token_of_row) > (1 - MIN_SAVED_FRACTION) * len(owner):
-        return None
-    return PrefixSharing(token_of_row, np.searchsorted(token_of_row, owner))
+    return shared
 
 
 def _groups(labels: Rows) -> list[Rows]:

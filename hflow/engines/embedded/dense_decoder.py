@@ -6,12 +6,16 @@ tensor, and so are gate and up. An engine's own parameters are views of one tens
 (`join_projections`), which is then one product. It uses the parameters of such modules, so new weights take
 effect at once, and computes the same up to rounding.
 
+A product of a few rows with a matrix takes most of its time to arrange the matrix in memory. On a CPU in fp32
+the decoder keeps arranged copies of large matrices, once a version of the weights has decoded some steps.
+
 Axes: R rows (tokens), D hidden, F intermediate, H query heads, K key heads, d head size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +23,15 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from hflow.engines.embedded.attention import PackedStep, attend_rows
+
+ARRANGED_AFTER = 5
+"""Decode steps after which matrices are arranged. That takes as long as about five steps save."""
+MIN_ARRANGED = 1 << 18
+"""Elements of a matrix from which on that pays."""
+MAX_ARRANGED_ROWS = 512
+"""Rows up to which it pays."""
+ARRANGED_FOR = 32
+"""Rows that MKL is told of when it arranges a matrix."""
 
 
 def join_projections(module: nn.Module, device: torch.device) -> None:
@@ -50,53 +63,115 @@ def _joined_layers(layer: Any) -> tuple[tuple[nn.Linear, ...], tuple[nn.Linear, 
     return (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
 
 
-class _Linear(NamedTuple):
-    """Parameters of a linear layer: views `[in, out]` and `[out]` of those of its module."""
+class _Arranged:
+    """A copy of a matrix in the order in which MKL's products read it."""
 
-    matrix: Tensor
-    bias: Tensor | None
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        """Copy matrices `[out, in]` of one input as one."""
+        weight = weights[0] if len(weights) == 1 else torch.cat(tuple(weights))
+        self._copy: Tensor = torch.ops.mkl._mkl_reorder_linear_weight(weight.detach(), ARRANGED_FOR)
+        self._sizes = weight.new_empty(()).expand(weight.shape)
+        """A tensor without memory, as the product reads no more of the original than its sizes."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return `x @ weight.T`."""
+        product: Tensor = torch.ops.mkl._mkl_linear(x, self._copy, self._sizes, None, len(x))
+        return product
+
+
+def can_arrange(weight: Tensor) -> bool:
+    """Return whether a model with such weights can use arranged matrices."""
+    return weight.device.type == "cpu" and weight.dtype is torch.float32 and torch.backends.mkl.is_available()
+
+
+@cache
+def _keeps_arrangement(num_rows: int) -> bool:
+    """Return whether a product of so many rows can use a matrix that was arranged for `ARRANGED_FOR`.
+
+    MKL promises it for equal numbers only. It is right where results are those of a matrix arranged for it.
+    """
+    if num_rows > MAX_ARRANGED_ROWS:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    weight, rows = (torch.randn(num, 520, generator=generator) for num in (776, num_rows))
+    packed = (torch.ops.mkl._mkl_reorder_linear_weight(weight, num) for num in (ARRANGED_FOR, num_rows))
+    one, other = (torch.ops.mkl._mkl_linear(rows, copy, weight, None, num_rows) for copy in packed)
+    return torch.equal(one, other)
+
+
+class _Linear:
+    """A linear layer: views `[in, out]` and `[out]` of the parameters of its module."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.matrix, self.bias = weight.t(), bias
+        self.arranged: _Arranged | None = None
 
     @classmethod
     def of(cls, module: nn.Linear) -> _Linear:
-        return cls(module.weight.t(), module.bias)
+        return cls(module.weight, module.bias)
+
+    def arrange(self) -> None:
+        """Keep an arranged copy of a large matrix."""
+        if self.matrix.numel() >= MIN_ARRANGED:
+            self.arranged = _Arranged([self.matrix.t()])
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the result, in `out` if it is given."""
+        if out is None and self.arranged is not None and _keeps_arrangement(len(x)):
+            product = self.arranged(x)
+            return product if self.bias is None else product.add_(self.bias)
         if self.bias is None:
             return torch.mm(x, self.matrix, out=out)
         return torch.addmm(self.bias, x, self.matrix, out=out)
 
     def add_to(self, total: Tensor, x: Tensor) -> None:
-        """Add the result to `total`, in the matrix product itself."""
-        total.addmm_(x, self.matrix)
+        """Add the result to `total`, in the matrix product itself unless the matrix is arranged."""
+        if self.arranged is not None and _keeps_arrangement(len(x)):
+            total.add_(self.arranged(x))
+        else:
+            total.addmm_(x, self.matrix)
         if self.bias is not None:
             total.add_(self.bias)
 
 
-class _JoinedLinear(NamedTuple):
+class _JoinedLinear:
     """Linear layers of one input, whose results are columns of one tensor."""
 
-    parts: tuple[_Linear, ...]
-    """One, if the parameters are views of one tensor (`join_projections`)."""
-    sizes: tuple[int, ...]
-    """Columns of each layer."""
+    def __init__(self, parts: Sequence[_Linear], sizes: Sequence[int]) -> None:
+        self.parts = tuple(parts)
+        """One, if the parameters are views of one tensor (`join_projections`)."""
+        self.sizes = tuple(sizes)
+        """Columns of each layer."""
+        self.arranged: _Arranged | None = None
 
     @classmethod
     def of(cls, modules: Sequence[nn.Linear]) -> _JoinedLinear:
         sizes = tuple(module.out_features for module in modules)
         weight = _whole([module.weight for module in modules])
         if weight is None:
-            return cls(tuple(_Linear.of(module) for module in modules), sizes)
+            return cls([_Linear.of(module) for module in modules], sizes)
         bias = None if modules[0].bias is None else _whole([module.bias for module in modules])
-        return cls((_Linear(weight.t(), bias),), sizes)
+        return cls([_Linear(weight, bias)], sizes)
+
+    def arrange(self) -> None:
+        """Keep an arranged copy of all matrices together, if they are large."""
+        if sum(part.matrix.numel() for part in self.parts) >= MIN_ARRANGED:
+            self.arranged = _Arranged([part.matrix.t() for part in self.parts])
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the results, `[R, sum of sizes]`."""
+        if self.arranged is not None and _keeps_arrangement(len(x)):
+            joined = self.arranged(x)
+            columns = joined.split([part.matrix.shape[1] for part in self.parts], dim=1)
+            for part, of_part in zip(self.parts, columns, strict=True):
+                if part.bias is not None:
+                    of_part.add_(part.bias)
+            return joined
         if len(self.parts) == 1:
             return self.parts[0](x)
         joined = x.new_empty(x.shape[0], sum(self.sizes))
-        for part, columns in zip(self.parts, joined.split(self.sizes, dim=1), strict=True):
-            part(x, columns)
+        for part, of_part in zip(self.parts, joined.split(self.sizes, dim=1), strict=True):
+            part(x, of_part)
         return joined
 
 
@@ -178,11 +253,32 @@ class DenseDecoder:
         self._num_heads = attention.q_proj.out_features // self._head_dim
         self._cos = self._sin = torch.empty(0)
         """The rotary table: `[positions, 1, d]` each, see `_rotated`."""
+        self._num_decoded = 0
+        """Decode steps with these weights."""
+        self._can_arrange = can_arrange(self._embedding)
 
     @property
     def address(self) -> int:
         """Where the weights are. They have one memory each, but all of it is freed and allocated together."""
         return self._embedding.data_ptr()
+
+    def reset(self) -> None:
+        """Take note that the weights are about to change, or have changed."""
+        self._num_decoded = 0
+        for linear in self._linears():
+            linear.arranged = None
+
+    def count_decode(self) -> None:
+        """Take note of a decode step, and arrange the matrices if that pays by now."""
+        self._num_decoded += 1
+        if self._num_decoded == ARRANGED_AFTER and self._can_arrange:
+            for linear in self._linears():
+                linear.arrange()
+
+    def _linears(self) -> Iterator[_Linear | _JoinedLinear]:
+        for layer in self._layers:
+            yield from (layer.projections.joined, layer.o, layer.gate_up, layer.down)
+        yield self._head
 
     def new_hidden(self, num_rows: int) -> Tensor:
         """Return an uninitialised result of `hidden`, `[num_rows, D]`."""

@@ -124,6 +124,7 @@ class EmbeddedEngine(GenerationEngine):
         family = family_of(self._module.config)
         self._vision = None if family is None else StepImages(self._module, family)
         self._run_model: RunModel = _run_modules(self._module) if decoder is None else decoder.logits
+        self._decoder = decoder
         self._recorder = ExpertRecorder(self._module)
         self._has_adapters = settings.lora is not None
         """Whether adapters change while the other weights stay, so that it keeps these when it sleeps."""
@@ -254,6 +255,8 @@ class EmbeddedEngine(GenerationEngine):
     def set_version(self, version: int) -> None:
         self._requeue(0)
         self.version = version
+        if self._decoder is not None:
+            self._decoder.reset()
         if self._vision is not None:
             self._vision.keep(())
 
@@ -262,6 +265,8 @@ class EmbeddedEngine(GenerationEngine):
         """Free memory on an accelerator. On a CPU, allocating pages again costs more than a short turn."""
         self._requeue(0)
         self._asleep = True
+        if self._decoder is not None:
+            self._decoder.reset()
         keep = level is SleepLevel.KEEP_WEIGHTS
         self._has_weights &= keep or self._shares_weights
         if not self._is_accelerated:
@@ -349,6 +354,8 @@ class EmbeddedEngine(GenerationEngine):
 
     def _forward_packed(self, decoding: Sequence[GenerationRequest], groups: Sequence[PromptGroup]) -> Tensor:
         """Return logits of all running sequences, or of none, and of the members of `groups`."""
+        if self._decoder is not None and decoding:
+            self._decoder.count_decode()
         packed = pack_step(decoding, groups, self._cache, self._dtype, self._device, len(self._running))
         with self._recorder.recording(decoding, groups):
             if self._vision is not None:

@@ -31,6 +31,10 @@ SAMPLING_BYTES = 24
 sums and their input in fp64."""
 
 
+MIN_ARRANGED = 1 << 18
+"""Elements of a matrix from which on a CPU keeps an arranged copy (`engines/embedded/dense_decoder.py`)."""
+
+
 def cache_bytes(rank: Rank, load: EngineLoad, capacity: int, used: int) -> int:
     """Return the size of the KV cache.
 
@@ -93,7 +97,23 @@ def decode_step(rank: Rank, load: EngineLoad) -> Items:
         logits = (rank.width + SAMPLING_BYTES) * num_logits
         moments.append(item(MemoryCategory.LOGITS, logits + activations.reordered_output(rank)))
     features = activations.image_features(rank, load.image_tokens)
-    return largest(moments) + item(MemoryCategory.ACTIVATIONS, features, "embeddings of images")
+    copies = item(MemoryCategory.WEIGHTS, arranged_weights(rank), "arranged weights")
+    return largest(moments) + item(MemoryCategory.ACTIVATIONS, features, "embeddings of images") + copies
+
+
+def arranged_weights(rank: Rank) -> int:
+    """Return the bytes of the copies that decoding in fp32 on a CPU keeps of large matrices."""
+    shape, layers = rank.shape, rank.sizes.num_layers
+    if not rank.on_cpu or rank.width != FP32_BYTES:
+        return 0
+    of_layer = (
+        rank.query_size + 2 * rank.key_value_size,
+        rank.query_size,
+        2 * shape.intermediate,
+        shape.intermediate,
+    )
+    rows = [(layers, num) for num in of_layer] + [(1, shape.vocab)]
+    return rank.width * sum(num * m * shape.hidden for num, m in rows if m * shape.hidden >= MIN_ARRANGED)
 
 
 def layer_being_loaded(rank: Rank, num_parts: int) -> Items:

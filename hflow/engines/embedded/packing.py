@@ -164,13 +164,14 @@ def _layout(lengths: Ints, dtype: torch.dtype, device: torch.device) -> PackedLa
     filled = np.zeros(len(token_of_slot), np.bool_)
     filled[slot_of_token] = True
     shapes = zip(*np.unique(widths, return_counts=True), strict=True)
+    longest = int(lengths.max())
+    cumulative = torch.from_numpy(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32))
     return PackedLayout(
         kernel=AttentionKernel.SDPA,
-        num_sequences=len(lengths),
-        max_length=int(lengths.max()),
-        cumulative=torch.from_numpy(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)),
+        cumulative=(cumulative, cumulative),
+        longest=(longest, longest),
         padding=PaddedLayout(
-            shapes=tuple((int(count), int(width)) for width, count in shapes),
+            shapes=tuple((int(count), int(width), int(width)) for width, count in shapes),
             token_of_slot=torch.from_numpy(token_of_slot),
             slot_of_token=torch.from_numpy(slot_of_token),
             filled=torch.from_numpy(filled),

@@ -6,7 +6,7 @@ queries, keys and values are one layer with an adapter for each; tensor ranks ho
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.request import LoRARequest
 
-from hflow.engines.vllm.hf_mapping import checked, checkpoint_path, held_by_module
+from hflow.engines.vllm.hf_mapping import checked, checkpoint_path, held_by_module, packed_modules
 from hflow.engines.vllm.quantized_layers import loaded_parameters
 from hflow.shapes.model_shape import A, B
 from hflow.types.tensor_slices import Block, box_slices
@@ -90,14 +90,14 @@ def held_adapters(model: nn.Module, slot: int, lora: AdapterSizes) -> dict[str, 
         lora: the adapters.
     """
     r, targets = lora
-    packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    packed = packed_modules(model)
     held: dict[str, Block] = {}
     for path, module in model.named_modules():
         if not isinstance(module, BaseLayerWithLoRA):
             continue
         layer: Any = module
         weight = {"weight": loaded_parameters(layer.base_layer)["weight"]}
-        parts = held_by_module(layer.base_layer, checkpoint_path(model, path), weight, dict(packed))
+        parts = held_by_module(layer.base_layer, checkpoint_path(model, path), weight, packed)
         buffers = zip(layer.lora_a_stacked, layer.lora_b_stacked, strict=True)
         for part, (a, b) in zip(parts, buffers, strict=True):
             name, (rows, columns), (num_rows, num_columns) = part.tensor, part.box, part.shape

@@ -20,9 +20,9 @@ from hflow.planner.forecast.memory.parts import QUANTIZED_ROWS
 from hflow.planner.models.descriptors import InstallProblem, ServedModel
 from hflow.planner.plan.request import trained_shape
 from hflow.planner.plan.traits import traits
-from hflow.shapes.architectures import KNOWN_FAMILIES, knows_tensors
+from hflow.shapes.architectures import KNOWN_FAMILIES, PLANNED_FAMILIES, knows_tensors
 from hflow.shapes.layout import RankOrder
-from hflow.shapes.model_shape import EMBEDDING, OUTPUT, ModelShape
+from hflow.shapes.model_shape import EMBEDDING, EXPERT_TARGETS, OUTPUT, ModelShape
 
 if TYPE_CHECKING:
     from hflow.config.schema import LoraConfig
@@ -84,9 +84,23 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 `vllm/v1/attention/backends/cpu_attn.py`, vLLM 0.32."""
 
 
+CPU_LATENT = (512, 64)
+"""`kv_lora_rank` and `qk_rope_head_dim` of vLLM's latent attention on CPUs, which are DeepSeek's:
+`CPUMLABackend` in `vllm/v1/attention/backends/mla/cpu_mla.py`, vLLM 0.32."""
+
+
 def head_size_problem(shape: ModelShape, device: str) -> str | None:
     """Return the reason why vLLM's attention cannot compute heads of this size; None if it can."""
-    if device != "cpu" or shape.head_dim in CPU_HEAD_SIZES:
+    if device != "cpu":
+        return None
+    if (latent := shape.latent) is not None:
+        if (latent.kv_rank, latent.rope) == CPU_LATENT:
+            return None
+        return (
+            "vllm's latent attention on CPUs has a kernel for kv_lora_rank={} and qk_rope_head_dim={} alone, "
+            "not for {} and {}".format(*CPU_LATENT, latent.kv_rank, latent.rope)
+        )
+    if shape.head_dim in CPU_HEAD_SIZES:
         return None
     return (
         f"vllm's attention on CPUs has no kernel for heads of size {shape.head_dim} (it has "
@@ -114,10 +128,17 @@ def find_merging(served: ServedModel) -> str | None:
         return f"its weights are rounded as the trainer's are (base={lora.base})"
     if lora is not None and {EMBEDDING, OUTPUT}.intersection(lora.targets):
         return "hflow adds those of embedding and output matrix to the weights of vllm"
+    if lora is not None and set(EXPERT_TARGETS).intersection(lora.targets):
+        return "hflow adds those of experts to the weights of vllm"
     if lora is not None and lora.r > ADAPTER_RANKS[-1]:
         return f"vllm has no buffers for rank {lora.r} (at most {ADAPTER_RANKS[-1]})"
     if is_gpu(served.cluster.device) and served.config.compute_dtype != "bf16":
         return "on GPUs, vllm's kernels of adapters need dtype=bf16"
+    shape = served.shape
+    if shape is not None and shape.latent is not None:
+        return "vllm multiplies queries by matrices of latent attention, which adapters would not change"
+    if shape is not None and (shape.family == "glm4" or (shape.experts and shape.experts.shared)):
+        return f"vllm's own adapters were not tried with family {shape.family}"
     return None
 
 
@@ -151,6 +172,8 @@ def check(served: ServedModel) -> Iterator[str]:
         )
     if (problem := head_size_problem(shape, served.cluster.device)) is not None:
         yield f"{replica.name}: {problem}. Set {key}.gen.engine=embedded."
+    if shape.latent and is_gpu(served.cluster.device) and served.config.compute_dtype != "bf16":
+        yield f"{replica.name}: vllm's latent attention on GPUs needs bf16. Set {key}.dtype=bf16."
     yield from _unquantizable(served, shape)
     lora, tensor = served.config.lora, replica.layout.tensor
     if lora is not None and lora.base is not None and tensor > 1:
@@ -164,25 +187,34 @@ def check(served: ServedModel) -> Iterator[str]:
 
 
 def _unquantizable(served: ServedModel, shape: ModelShape) -> Iterator[str]:
-    """Yield reasons why vLLM cannot quantise the weights as configured."""
+    """Yield reasons why vLLM cannot quantise the weights, or its KV cache, as configured."""
     config, device = served.config, served.hardware.device
-    key, asked = f"models.{served.replica.model}", config.gen.quantization
-    if asked is None:
+    key = f"models.{served.replica.model}"
+    for name, precision in config.gen.precisions.items():
+        setting, without = f"{key}.gen.{name} is {precision}", f"{key}.gen.{name}=null"
+        if shape.family in PLANNED_FAMILIES:
+            yield f"{setting}, but models of family {shape.family} are not quantised yet. Set {without}."
+        if config.compute_dtype != "bf16":
+            yield f"{setting}, but vllm quantises models in bf16. Set {key}.dtype=bf16, or {without}."
+        if is_gpu(device.type) and precision not in device.tflops:
+            yield (
+                f"{setting}, but {device.name} does not compute in {precision}, unlike NVIDIA GPUs of "
+                f"compute capability 8.9 and later (L40S, H100, B200). Set {without}."
+            )
+    if config.gen.cache_dtype is not None and not is_gpu(device.type) and shape.head_dim % 32:
+        yield (
+            f"{key}.gen.cache_dtype is {config.gen.cache_dtype}, but vllm's attention on CPUs needs heads of "
+            f"a multiple of 32 for it, and these have {shape.head_dim}. Set {key}.gen.cache_dtype=null."
+        )
+    if (asked := config.gen.quantization) is None:
         return
     setting, without = f"{key}.gen.quantization is {asked}", f"{key}.gen.quantization=null"
     if shape.vision is not None:
         yield f"{setting}, but models that see are not quantised yet. Set {without}."
-    if config.compute_dtype != "bf16":
-        yield f"{setting}, but vllm quantises models in bf16. Set {key}.dtype=bf16, or {without}."
     if config.lora is not None and (merging := find_merging(served)) is not None:
         yield (
             f"{setting}, but adapters would be merged, which quantised weights do not allow: {merging}. "
             f"Set {without}."
-        )
-    if is_gpu(device.type) and asked not in device.tflops:
-        yield (
-            f"{setting}, but {device.name} does not compute in {asked}, unlike NVIDIA GPUs of compute "
-            f"capability 8.9 and later (L40S, H100, B200). Set {without}."
         )
     if shape.experts is not None:
         sizes = shape.hidden, shape.experts.intermediate // served.replica.layout.tensor

@@ -42,11 +42,14 @@ BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 
 
 def _remark(served: ServedModel) -> str | None:
-    """Return that weights are quantised and scheduling is asynchronous, where they are."""
-    quantization, remarks = served.config.gen.quantization, list[str]()
+    """Return that weights and cache are quantised and scheduling is asynchronous, where they are."""
+    gen, remarks = served.config.gen, list[str]()
+    quantization = gen.quantization
     if quantization is not None:
         is_known = quantization in served.hardware.calibration.matmul
         remarks.append(f"matrices of layers in {quantization}{'' if is_known else ', whose rate is a guess'}")
+    if gen.cache_dtype is not None:
+        remarks.append(f"KV cache in {gen.cache_dtype}")
     if served.cluster.device in SCHEDULES_AHEAD_ON:
         remarks.append("it schedules a step ahead")
     return "; ".join(remarks) or None
@@ -96,6 +99,19 @@ _TRIAL_RUNS = (
         on_cpu=False,
     ),
     TrialRun(
+        "KV cache in FP8",
+        "vLLM that keeps keys and values in FP8, beside FSDP2",
+        (
+            _VLLM,
+            "models.actor.layout=d{n}",
+            "models.actor.dtype=bf16",
+            "models.actor.gen.cache_dtype=fp8",
+            "nodes.actor_train.prox=recompute",
+        ),
+        package="vllm",
+        on_cpu=False,
+    ),
+    TrialRun(
         "full memory",
         "vLLM beside the trainer, with a KV cache that takes the memory of the GPU",
         (_VLLM, "models.actor.layout=d{n}", "models.actor.gen.cache_gib={cache_gib}"),
@@ -139,7 +155,7 @@ ENGINE = EngineKind(
         has_own_attention=True,
         adapter_ranks=ADAPTER_RANKS,
         schedules_ahead_on=SCHEDULES_AHEAD_ON,
-        quantizations=("fp8",),
+        precisions=(("quantization", "fp8"), ("cache_dtype", "fp8")),
         records=(ROUTED_EXPERTS, SAMPLING_MASK),
         records_up_to_top_k=True,
         shares_base=True,

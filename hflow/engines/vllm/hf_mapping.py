@@ -4,7 +4,8 @@ vLLM fuses the projections of queries, keys and values, and those of gate and up
 tensor ranks hold slices, and its vocabulary is padded. For every tensor of the checkpoint, `held_tensors`
 finds the box that a rank holds, and the view of vLLM's parameter that holds it. Experts have hflow's names
 (`models.expert_tensors`), which stack those of a layer as vLLM does. Of a layer that vLLM quantises
-(`quantized_layers`), the view is one of the parameter that is loaded, on the meta device.
+(`quantized_layers`), the view is one of the parameter that is loaded, on the meta device. What vLLM computes
+from weights when they are loaded, such as the matrices of latent attention, has no place of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.conv import ConvLayerBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
@@ -27,19 +29,25 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from hflow.base.errors import BackendError, nearest
 from hflow.engines.vllm.quantized_layers import loaded_parameters
+from hflow.models.expert_tensors import path_of
+from hflow.shapes.model_shape import SCORE_BIAS
 from hflow.types.tensor_slices import Block, whole_box
 
 _WHOLE = (RMSNorm, GemmaRMSNorm, nn.LayerNorm, nn.Embedding, ConvLayerBase, ReplicatedLinear)
 """Modules whose parameters every rank holds whole."""
+_FUSED_IN_CHECKPOINTS: Mapping[str, tuple[str, ...]] = {"glm4": ("gate_up_proj",)}
+"""Family -> modules that checkpoints fuse as vLLM does, although `packed_modules_mapping` has their parts."""
+Packed = dict[str, list[str]]
+"""Module of vLLM -> the modules of the checkpoint that it consists of."""
 
 
 def held_tensors(model: nn.Module) -> dict[str, Block]:
-    """Return a rank's part of each checkpoint tensor, tied ones under each of their names.
+    """Return a rank's part of each checkpoint tensor, under each of its names, the checkpoint's first.
 
     Raises:
         BackendError: if the model has a parameter whose place in the checkpoint is unknown.
     """
-    packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    packed = packed_modules(model)
     held: dict[str, Block] = {}
     for vllm_path, module in model.named_modules(remove_duplicate=False):
         path = checkpoint_path(model, vllm_path)
@@ -48,8 +56,21 @@ def held_tensors(model: nn.Module) -> dict[str, Block]:
     return held
 
 
+def family_of(model: Any) -> str:
+    """Return the `model_type` of vLLM's model."""
+    family: str = model.config.model_type
+    return family
+
+
+def packed_modules(model: Any) -> Packed:
+    """Return the modules of the checkpoint that each fused module of a model consists of."""
+    packed: Packed = getattr(model, "packed_modules_mapping", {})
+    fused = [name for name in packed if name in _FUSED_IN_CHECKPOINTS.get(family_of(model), ())]
+    return {**packed, **{name: [name] for name in fused}}
+
+
 def held_by_module(
-    module: nn.Module, path: str, parameters: Mapping[str, Tensor], packed: dict[str, list[str]]
+    module: nn.Module, path: str, parameters: Mapping[str, Tensor], packed: Packed
 ) -> Iterator[Block]:
     """Yield a rank's part of each checkpoint tensor that is in the parameters of a module.
 
@@ -57,13 +78,15 @@ def held_by_module(
         module: a module of the model, without its submodules.
         path: the module's path in the checkpoint.
         parameters: the module's parameters in the form in which they are loaded.
-        packed: the model's `packed_modules_mapping`.
+        packed: the model's `packed_modules`.
 
     Raises:
         BackendError: if the place of a parameter in the checkpoint is unknown.
     """
     if isinstance(module, RoutedExperts):
         yield from _held_experts(module, path, parameters)
+        return
+    if isinstance(module, MLAAttention):  # what it has is computed from `kv_b_proj`
         return
     for name, parameter in parameters.items():
         parts = list(_parts(module, path, parameter, packed))
@@ -74,7 +97,7 @@ def held_by_module(
 
 
 def checkpoint_path(model: Any, path: str) -> str:
-    """Return the path of a module in the checkpoint.
+    """Return hflow's path of a module, which is that in the checkpoint, but for experts.
 
     vLLM has the language model and the tower of a model that sees in other places.
     """
@@ -83,7 +106,7 @@ def checkpoint_path(model: Any, path: str) -> str:
     for prefix, of_vllm in prefixes.items():
         if of_vllm is not None and f"{path}.".startswith(of_vllm):
             return prefix.removesuffix(".") + path.removeprefix(of_vllm.removesuffix("."))
-    return path
+    return path_of(family_of(model), path)
 
 
 def _unknown(what: str) -> BackendError:
@@ -94,7 +117,7 @@ def _unknown(what: str) -> BackendError:
 
 
 def _parts(
-    module: Any, path: str, parameter: Tensor, packed: dict[str, list[str]]
+    module: Any, path: str, parameter: Tensor, packed: Packed
 ) -> Iterator[tuple[str, int, int, Tensor]]:
     """Yield the tensors of the checkpoint that are in a parameter; nothing for an unknown module.
 
@@ -102,8 +125,8 @@ def _parts(
     it.
     """
     parent, _, own = path.rpartition(".")
-    if isinstance(module, QKVParallelLinear) and packed.get(own) == [own]:  # fused in the checkpoint too
-        if module.tp_size == 1:  # otherwise a rank has three parts of it
+    if packed.get(own) == [own]:  # fused in the checkpoint too
+        if module.tp_size == 1:  # otherwise a rank has several parts of it
             yield path, parameter.shape[0], 0, parameter
     elif isinstance(module, QKVParallelLinear):
         query_rows, key_rows = module.num_heads * module.head_size, module.num_kv_heads * module.head_size
@@ -138,7 +161,8 @@ def _held_experts(module: Any, path: str, parameters: Mapping[str, Tensor]) -> I
     config = module.moe_config
     gates_and_ups, downs = parameters["w13_weight"], parameters["w2_weight"]
     num, hidden, size = downs.shape
-    is_known = len(parameters) == 2 and gates_and_ups.shape == (num, 2 * size, hidden)
+    names = parameters.keys() - {SCORE_BIAS}  # the router's, which `GateLinear` has too
+    is_known = len(names) == 2 and gates_and_ups.shape == (num, 2 * size, hidden)
     if not is_known or num != config.num_experts:
         raise _unknown(f"{path}, whose experts are stored in another way")
     parallel, parent = config.moe_parallel_config, path.removesuffix(".routed_experts")
@@ -159,13 +183,14 @@ def _held(module: Any, tensor: str, num_rows: int, first_row: int, view: Tensor)
     return Block(tensor, (num_rows, *columns), (rows, *whole_box(tuple(columns))), view)
 
 
-def checked(weights: Iterable[tuple[str, Tensor]], held: Mapping[str, Block]) -> Iterator[tuple[str, Tensor]]:
+def checked(weights: Iterable[tuple[str, Tensor]], held: dict[str, Block]) -> Iterator[tuple[str, Tensor]]:
     """Pass new weights on, and check that they are those of the model.
 
     Raises:
         BackendError: if a name is unknown, a shape differs, or a tensor is missing.
     """
-    missing = {_place(block): name for name, block in held.items() if block.values.numel()}
+    # vLLM's modules of attention and experts also have those of their layer, under longer paths.
+    missing = {_place(block): name for name, block in reversed(held.items()) if block.values.numel()}
     for name, tensor in weights:
         if name not in held:
             raise BackendError(

@@ -33,6 +33,13 @@ _QUANTIZATIONS: Mapping[str | None, Mapping[str, Any]] = {
     "fp8": {"quantization": "fp8_per_block", "quantization_config": {"ignore": ["*.gate"]}},
 }
 """`models.NAME.gen.quantization` -> the arguments of vLLM's engine."""
+_OVERRIDES: Mapping[str, Mapping[str, Any]] = {
+    "deepseek_v2": {"scoring_func": "softmax", "norm_topk_prob": False},
+    "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+}
+"""Family -> keys of its config that transformers does not read, as it computes."""
+_CACHE_DTYPES: Mapping[str | None, Mapping[str, Any]] = {None: {}, "fp8": {"kv_cache_dtype": "fp8"}}
+"""`models.NAME.gen.cache_dtype` -> the arguments of vLLM's engine."""
 _UNUSED_FRACTION = 0.01
 """`gpu_memory_utilization` where the size of the cache is given. vLLM does not start where less than the
 fraction is free, although it does not size the cache by it."""
@@ -96,10 +103,26 @@ def engine_arguments(setup: EngineSetup, directory: str, max_length: int) -> dic
         "disable_log_stats": True,
         "worker_extension_cls": _RANK_EXTENSION,
         **({} if on_cpu else _cuda_options(max_running)),
+        **_family_options(setup.settings, on_cpu),
         **_QUANTIZATIONS[setup.options.get("quantization")],
+        **_CACHE_DTYPES[setup.options.get("cache_dtype")],
         **(_recording(on_cpu) if ROUTED_EXPERTS in setup.records else {}),
         **_adapters(setup),
         **_memory(setup, max_running, max_length),
+    }
+
+
+def _family_options(settings: ModelSettings, on_cpu: bool) -> dict[str, Any]:
+    """Return options that vLLM would read from keys that transformers ignores, or from the machine."""
+    config = read_config(settings)
+    overrides = dict(_OVERRIDES.get(config.model_type, {}))
+    if getattr(config, "topk_method", None) == "greedy":
+        overrides |= {"n_group": 1, "topk_group": 1}
+    is_latent = getattr(config, "kv_lora_rank", None) is not None
+    return {
+        **({"hf_overrides": overrides} if overrides else {}),
+        # On a CPU with AMX, vLLM would delete a weight after packing it.
+        **({"attention_backend": "CPU_MLA"} if on_cpu and is_latent else {}),
     }
 
 
@@ -166,7 +189,7 @@ def _memory(setup: EngineSetup, max_running: int, max_length: int) -> dict[str, 
     if cache is None and setup.settings.device == "cpu":
         cache = cache_without_plan(
             read_config(setup.settings).get_text_config(),
-            setup.settings.dtype,
+            setup.options.get("cache_dtype") or setup.settings.dtype,
             max_running,
             max_length,
             setup.tensor,

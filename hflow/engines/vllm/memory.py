@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from hflow.base.machine_memory import machine_memory
 from hflow.planner.forecast.memory import activations
@@ -27,10 +27,12 @@ from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
 from hflow.planner.forecast.memory.transfer import largest_tensor
 from hflow.planner.plan.forecast import MemoryCategory
 from hflow.planner.plan.hardware import GIB
-from hflow.shapes.model_shape import DTYPE_BYTES, TensorSpec, cached_tokens, tensors
+from hflow.shapes.model_shape import CACHE_BYTES, ModelShape, TensorSpec, cached_tokens, tensors
 
 CPU_BLOCK_TOKENS = 128
 """Tokens of a block of the KV cache on a CPU (vLLM's default)."""
+CPU_LATENT_BLOCK_TOKENS = 16
+"""The same of latent attention (`CPUMLABackend` in `vllm/v1/attention/backends/mla/cpu_mla.py`)."""
 CUDA_BLOCK_TOKENS = 16
 """Tokens of a block of the KV cache on CUDA (vLLM's default)."""
 STEP_TOKENS = 8192
@@ -81,16 +83,20 @@ def cache_without_plan(config: Any, dtype: str, max_running: int, max_length: in
 
     Args:
         config: the HF config of the language model.
-        dtype: `fp32` or `bf16`.
+        dtype: the cache's: `fp32`, `bf16` or `fp8`.
         max_running: sequences that run at once.
         max_length: tokens of the longest.
         tensor: tensor ranks, which share the key-value heads.
     """
     num_heads = config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    heads = -(-(getattr(config, "num_key_value_heads", None) or num_heads) // tensor)
-    block = CPU_BLOCK_TOKENS * 2 * config.num_hidden_layers * heads * head_size * DTYPE_BYTES[dtype]
-    blocks = -(-max_length // CPU_BLOCK_TOKENS)
+    if (kv_rank := getattr(config, "kv_lora_rank", None)) is not None:
+        tokens, entries = CPU_LATENT_BLOCK_TOKENS, kv_rank + config.qk_rope_head_dim
+    else:
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+        heads = -(-(getattr(config, "num_key_value_heads", None) or num_heads) // tensor)
+        tokens, entries = CPU_BLOCK_TOKENS, 2 * heads * head_size
+    block = tokens * config.num_hidden_layers * entries * CACHE_BYTES[dtype]
+    blocks = -(-max_length // tokens)
     return fitting_cache(
         block, max_running * blocks, round(machine_memory() * MACHINE_FRACTION / tensor), block * (1 + blocks)
     )
@@ -170,28 +176,48 @@ def layer_being_loaded(rank: Rank, num_parts: int) -> Items:
     if rank.config.lora is not None and not rank.replica.merges_adapters:
         scaled = (rank.width + SCALE_BYTES) * largest_tensor(rank.trained_shape)
         return item(MemoryCategory.BUFFERS, scaled, "adapter being loaded")
-    modules: dict[str, list[TensorSpec]] = {}
-    for spec in tensors(rank.shape):
-        modules.setdefault(_module_name(spec.name), []).append(spec)
-    peak = max(_module_being_loaded(rank, specs, num_parts) for specs in modules.values())
+    peak = max(_module_being_loaded(rank, module, num_parts) for module in _modules(rank.shape))
     items = item(MemoryCategory.BUFFERS, peak, "layer being loaded")
     if not rank.replica.merges_adapters:
         return items
-    adapted = (spec.numel // spec.num_experts for spec in tensors(rank.shape) if ".layers." in spec.name)
+    has_experts = any(spec.num_experts > 1 for spec in tensors(rank.trained_shape))
+    layers = (spec for spec in tensors(rank.shape) if ".layers." in spec.name)
+    adapted = (spec.numel for spec in layers if spec.num_experts == 1 or has_experts)
     merged = MERGE_BYTES * -(-max(adapted) // rank.tensor)
     return items + item(MemoryCategory.BUFFERS, merged, "merged adapter")
 
 
-def _module_being_loaded(rank: Rank, specs: Sequence[TensorSpec], num_parts: int) -> int:
+class _Module(NamedTuple):
+    """The tensors that vLLM loads together."""
+
+    num: int
+    """Entries of all of them."""
+    num_experts: int
+    is_quantizable: bool
+
+
+@lru_cache(maxsize=64)
+def _modules(shape: ModelShape) -> frozenset[_Module]:
+    """Return the modules of a model that differ in size or kind."""
+    modules: dict[str, list[TensorSpec]] = {}
+    for spec in tensors(shape):
+        modules.setdefault(_module_name(spec.name), []).append(spec)
+    return frozenset(
+        _Module(sum(s.numel for s in specs), specs[0].num_experts, any(s.is_quantizable for s in specs))
+        for specs in modules.values()
+    )
+
+
+def _module_being_loaded(rank: Rank, module: _Module, num_parts: int) -> int:
     """Return the bytes beside the model while the tensors of a module are loaded."""
-    num = sum(spec.numel for spec in specs)
+    num = module.num
     part = -(-num // rank.tensor)
-    is_quantized = rank.config.gen.quantization is not None and any(spec.is_quantizable for spec in specs)
+    is_quantized = rank.config.gen.quantization is not None and module.is_quantizable
     is_kept = rank.tensor > 1 or num_parts == 1 or is_quantized
     loaded = rank.width * (part + (num if is_kept else 0))
     if not is_quantized:
         return loaded
-    return loaded + part + QUANTIZING_BYTES * -(-part // specs[0].num_experts)
+    return loaded + part + QUANTIZING_BYTES * -(-part // module.num_experts)
 
 
 def _module_name(tensor: str) -> str:
@@ -241,7 +267,9 @@ def block_bytes(rank: Rank) -> int:
 
 
 def _block_tokens(rank: Rank) -> int:
-    return CPU_BLOCK_TOKENS if rank.on_cpu else CUDA_BLOCK_TOKENS
+    if rank.on_cpu:
+        return CPU_BLOCK_TOKENS if rank.shape.latent is None else CPU_LATENT_BLOCK_TOKENS
+    return CUDA_BLOCK_TOKENS
 
 
 def _num_blocks(rank: Rank, length: float) -> int:

@@ -32,13 +32,21 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.oracle import unquantized
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 from vllm.v1.worker import gpu_worker
 
 from hflow.base.errors import HflowError
 from hflow.engines.vllm.adapters import AdapterSizes, HeldAdapters, add_on_cpu
-from hflow.engines.vllm.hf_mapping import checked, checkpoint_path, held_by_module, held_tensors
+from hflow.engines.vllm.hf_mapping import (
+    checked,
+    checkpoint_path,
+    family_of,
+    held_by_module,
+    held_tensors,
+    packed_modules,
+)
 from hflow.engines.vllm.quantized_layers import QuantizedLayers
 from hflow.models.expert_tensors import file_tensors
 from hflow.models.host_copy import HostCopies
@@ -128,8 +136,10 @@ class HflowWeightTransfer(WeightTransferEngine[_InitInfo, _UpdateInfo]):
 
     def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         model: Any = self.model
-        pairs = checked(weights, self._held)
-        model.load_weights(pair for name, tensor in pairs for pair in file_tensors({name: tensor}).items())
+        pairs, family = checked(weights, self._held), family_of(model)
+        model.load_weights(
+            pair for name, tensor in pairs for pair in file_tensors(family, {name: tensor}).items()
+        )
         self._finish()
 
     def _finish(self) -> None:
@@ -138,8 +148,9 @@ class HflowWeightTransfer(WeightTransferEngine[_InitInfo, _UpdateInfo]):
         finalize(self.model, self.model_config)
 
     def _blocks_of(self, module: nn.Module, path: str, parameters: Mapping[str, Tensor]) -> Iterator[Block]:
-        packed: dict[str, list[str]] = getattr(self.model, "packed_modules_mapping", {})
-        return held_by_module(module, checkpoint_path(self.model, path), parameters, packed)
+        return held_by_module(
+            module, checkpoint_path(self.model, path), parameters, packed_modules(self.model)
+        )
 
     def _boxes(self, name: str) -> HeldBoxes:
         held = self._held.get(name)
@@ -274,6 +285,17 @@ def _with_bias_in_fp32(apply: Any) -> Any:
     return apply_weights
 
 
+def _with_axis_of_heads(forward_cpu: Any) -> Any:
+    """Return vLLM's rotary embedding on CPUs, whose kernel takes heads for positions if they have an axis."""
+
+    @wraps(forward_cpu)
+    def forward(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Any:
+        rotate = forward_cpu if query.ndim < 3 else type(self).forward_native
+        return rotate(self, positions, query, key)
+
+    return forward
+
+
 def _beside_its_gpu(init_device: Any) -> Any:
     """Return vLLM's start of a rank on its GPU, before which the process is bound to the cores beside it."""
 
@@ -293,6 +315,7 @@ def _prepare_process() -> None:
     if current_platform.is_cpu():
         utils.dispatch_cpu_unquantized_gemm = _use_weights_in_place
         PunicaWrapperCPU.add_lora_linear = add_on_cpu
+        RotaryEmbedding.forward_cpu = _with_axis_of_heads(RotaryEmbedding.forward_cpu)
         unquantized.backend_to_kernel_cls = lambda backend: [_ExpertsInPlace]
         CPUFp8BlockScaledMMKernel.apply_weights = _with_bias_in_fp32(CPUFp8BlockScaledMMKernel.apply_weights)
     if TRANSFER_BACKEND not in WeightTransferEngineFactory._registry:

@@ -5,13 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hflow.base.files import read_json_object
-
-ADAPTER_CONFIG = "adapter_config.json"
-
-
-def is_adapter(directory: Path) -> bool:
-    """Return whether a directory holds a saved adapter in place of a model."""
-    return (directory / ADAPTER_CONFIG).is_file() and not (directory / "config.json").is_file()
+from hflow.models.merged import ADAPTER_CONFIG, is_adapter
 
 
 def is_saved_model(directory: Path) -> bool:

@@ -20,6 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 from hflow.base.errors import ConfigError, DataError, RecipeError, RunError
 from hflow.base.files import read_json_object
 from hflow.base.waiting import print_waits
+from hflow.config.schema import GenConfig
 from hflow.data.text.tokenizer import TextTokenizer
 from hflow.engines.driver import EngineDriver
 from hflow.engines.interface import ApiServer, EngineSetup, SamplingParams
@@ -120,12 +121,12 @@ def serve(
         {
             "max_running": gen.max_running,
             "max_model_len": min(gen.max_model_len, longest or gen.max_model_len),
-            **({} if gen.quantization is None else {"quantization": gen.quantization}),
+            **gen.precisions,
         },
         tokenizer,
         tensor=_tensor_size(checkpoint, engine),
     )
-    _check_served(setup, engine)
+    _check_served(setup, gen, engine)
 
     waiting = ExitStack()
 
@@ -326,26 +327,24 @@ def _tensor_size(checkpoint: ServedCheckpoint, engine: str) -> int:
     return tensor if traits(engine).is_model_parallel else 1
 
 
-def _check_served(setup: EngineSetup, engine: str) -> None:
+def _check_served(setup: EngineSetup, gen: GenConfig, engine: str) -> None:
     """Check what an engine would only find out, at length, when it has started."""
     architecture = read_json_object(Path(str(setup.settings.path)) / "config.json")
     shape = read_shape(architecture, "lm")
     problem = None if shape is None else engine_kind(engine).find_unservable(shape, setup.settings.device)
     if problem is not None:
         raise ConfigError(f"{problem}; use --engine {ENGINES.default}")
-    quantization = setup.options.get("quantization")
-    if quantization is None:
-        return
-    if quantization not in traits(engine).quantizations:
-        raise ConfigError(
-            f"gen.quantization is {quantization}, but the engine {engine} does not quantise weights; set "
-            "gen.quantization=null"
-        )
-    if setup.settings.dtype != "bf16":
-        raise ConfigError(
-            f"gen.quantization is {quantization}, but the model is in {setup.settings.dtype}; set dtype=bf16 "
-            "or gen.quantization=null"
-        )
+    for key, asked in gen.precisions.items():
+        if (key, asked) not in traits(engine).precisions:
+            raise ConfigError(
+                f"gen.{key} is {asked}, but the engine {engine} uses the model's dtype only; set "
+                f"gen.{key}=null"
+            )
+        if setup.settings.dtype != "bf16":
+            raise ConfigError(
+                f"gen.{key} is {asked}, but the model is in {setup.settings.dtype}; set dtype=bf16 or "
+                f"gen.{key}=null"
+            )
 
 
 def _example(url: str, model: str, tokenizer: TextTokenizer, api_key: str | None) -> str:

@@ -24,6 +24,7 @@ KEYS = (
     "chat_template",
     "template_kwargs",
     "dtype",
+    "gen.cache_dtype",
     "gen.layout",
     "gen.max_model_len",
     "gen.max_running",

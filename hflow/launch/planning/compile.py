@@ -68,6 +68,8 @@ def free_keys(
     if not roles or any(model not in request.shapes for model, _ in roles):
         return frozenset({PLACEMENT} if roles and config.placement == AUTO else ())
     free = {key for key in free_settings([model for model, _ in roles]) if key not in set_keys}
+    if request.cluster.device == "cpu":  # processes of a machine, where results are compared
+        free = {key for key in free if not key.endswith(".backend")}
     if config.placement == AUTO or _may_place(config, roles, request):
         free.add(PLACEMENT)
     return frozenset(free)
@@ -183,6 +185,7 @@ def compile_recipe(
     config: RunConfig | None = None,
     engines: Mapping[str, str] | None = None,
     candidates: tuple[Candidate, ...] = (),
+    backend: str = "",
     *,
     with_limits: bool = False,
 ) -> Compiled:
@@ -194,19 +197,21 @@ def compile_recipe(
         config: a whole configuration, used instead of the recipe's YAML file and overrides.
         engines: model -> the engine that a plan file names, for models whose configuration names none.
         candidates: placements that a plan file was compared with.
+        backend: the training backend that a plan file says was chosen, with the reason.
         with_limits: also find the settings that make a step longer than necessary.
 
     Raises:
         HflowError: for the reasons of `plan`.
     """
     read = RecipeReader(recipe).read(overrides, config)
-    return compile_read(read, engines, candidates, with_limits=with_limits)
+    return compile_read(read, engines, candidates, backend, with_limits=with_limits)
 
 
 def compile_read(
     read: ReadRecipe,
     engines: Mapping[str, str] | None = None,
     candidates: tuple[Candidate, ...] = (),
+    backend: str = "",
     *,
     with_limits: bool = False,
     searches: PastSearches | None = None,
@@ -217,6 +222,7 @@ def compile_read(
         read: a recipe with its configuration.
         engines: the engines, as in `compile_recipe`.
         candidates: the placements, as in `compile_recipe`.
+        backend: the training backend, as in `compile_recipe`.
         with_limits: also find settings, as in `compile_recipe`.
         searches: searches of plans with other settings, which are not repeated.
 
@@ -247,7 +253,9 @@ def compile_read(
         if found is not None:
             if PLACEMENT in free:
                 candidates = found.candidates
-            config = with_choices(config, found.overrides)
+            backend, config = found.backend, with_choices(config, found.overrides)
+            chosen = {key: value for key, value in found.overrides.items() if key.endswith(".backend")}
+            searched = with_settings(searched, chosen)
             request = requested(config)
             request = replace(request, warnings=(*request.warnings, *found.warnings))
     elif config.placement == AUTO:  # the recipe has no model to place
@@ -256,6 +264,7 @@ def compile_read(
         graph,
         request,
         candidates=candidates,
+        backend=backend,
         with_limits=with_limits,
         searched=searched,
         simulate=simulated_period,
@@ -331,7 +340,13 @@ def compile_plan_file(
     file = read_plan_file(path)
     source, config = recipe_file(file, recipe), file.configuration(overrides)
     try:
-        compiled = compile_recipe(source, config=config, engines=file.engines, candidates=file.candidates)
+        compiled = compile_recipe(
+            source,
+            config=config,
+            engines=file.engines,
+            candidates=file.candidates,
+            backend=file.backend,
+        )
     except (ConfigError, PlanError, RecipeError) as error:
         raise PlanError(f"{file.path} is out of date: {error}") from error
     diff = diff_plans(file.rows, to_json(compiled.plan))

@@ -28,7 +28,6 @@ from hflow.graph.errors import recipe_error
 from hflow.graph.ir import Graph, Node, RecipeSpec
 from hflow.graph.model import Model
 from hflow.graph.queries import is_library_node
-from hflow.launch.checkpoints.saved import is_adapter
 from hflow.models.hub import local_directory
 from hflow.planner.plan.traits import first_with, traits
 from hflow.shapes.architectures import ONLY_PLANNED, read_shape
@@ -149,19 +148,6 @@ def differing_size(model: ModelConfig) -> tuple[str, Any, Any] | None:
 def has_config(model: ModelConfig) -> bool:
     """Return whether the path of a model has a checkpoint."""
     return _checkpoint_config(model) is not None
-
-
-def check_is_whole(name: str, model: ModelConfig) -> None:
-    """Check that the path of a model is not that of an adapter.
-
-    Raises:
-        ConfigError: if it is.
-    """
-    if model.path is not None and is_adapter(local_directory(model.path)):
-        raise ConfigError(
-            f"models.{name}.path is {model.path}, which holds an adapter; merge it by hflow export "
-            f"{model.path} DIRECTORY, and set that"
-        )
 
 
 def missing_text(name: str, model: ModelConfig) -> str:

@@ -57,6 +57,11 @@ class PlanFile:
             for row in rows
         )
 
+    @property
+    def backend(self) -> str:
+        """The training backend that the planner chose, with the reason; empty if it did not."""
+        return str((self.rows["forecast"] or {}).get("backend", ""))
+
     def configuration(self, overrides: Sequence[str] = ()) -> RunConfig:
         """Return the stored configuration with overrides.
 

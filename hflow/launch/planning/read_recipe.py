@@ -18,7 +18,6 @@ from hflow.graph.build import build_graph
 from hflow.graph.ir import Graph, NodeSpec, RecipeSpec
 from hflow.launch.planning.data_settings import check_data, with_pinned_rows
 from hflow.launch.planning.models import (
-    check_is_whole,
     check_model_fit,
     differing_size,
     has_config,
@@ -261,7 +260,6 @@ def with_overridden_models(
         model = models[name]
         if model.path is None or model.architecture is None:
             continue
-        check_is_whole(name, model)
         if not has_config(model):
             if name not in named:
                 if name in unreached:

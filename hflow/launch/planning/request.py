@@ -10,7 +10,7 @@ Builds the planner's `PlanRequest` from the configuration: cluster, hardware, mo
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -37,7 +37,7 @@ from hflow.launch.planning.models import (
     replaced_templates,
     unopened_templates,
 )
-from hflow.planner.models.descriptors import engine_kind
+from hflow.planner.models.descriptors import descriptor
 from hflow.planner.plan.calibration import (
     MEASURED_WITH,
     Calibration,
@@ -49,7 +49,7 @@ from hflow.planner.plan.cluster import PART_SEPARATOR, ClusterSpec, device_of, p
 from hflow.planner.plan.hardware import Device, Hardware, Link
 from hflow.planner.plan.optimizers import OPTIMIZERS
 from hflow.planner.plan.request import PlanRequest
-from hflow.planner.plan.traits import ENGINES
+from hflow.planner.plan.traits import BACKENDS, ENGINES
 from hflow.planner.plan.workload import PromptImages, image_sizes
 from hflow.shapes.model_shape import ModelShape
 from hflow.types.kernels import (
@@ -325,6 +325,7 @@ def plan_request(
         images=_images(config, graph),
         settings=_settings(config),
         engine_problems=engine_problems(cluster.device),
+        backend_problems=backend_problems(cluster.device),
         flash_attn=flash_versions(),
         transformer_engine=installed_transformer_engine(),
         warnings=(
@@ -373,6 +374,7 @@ _LATER_KEYS: Mapping[str, Any] = {
     ".optim.nesterov": None,
     ".optim.groups": [],
     ".gen.quantization": None,
+    ".gen.cache_dtype": None,
     ".fp8": None,
     ".zero_stage": 3,
     ".freeze": None,
@@ -410,13 +412,23 @@ def _workload(config: RunConfig, device: str, learn: Learn) -> WorkloadConfig:
         prompt=asked.prompt or found.prompt,
         response_mean=asked.response_mean or found.response_mean,
         response_cv=found.response_cv if asked.response_cv is None else asked.response_cv,
+        shares=asked.shares,
         images=asked.images,
     )
 
 
 def engine_problems(device: str) -> dict[str, str]:
     """Return the engines that this machine cannot run on a kind of device, each with the reason."""
-    problems = {name: engine_kind(name).find_problem(device) for name in ENGINES}
+    return _problems(ENGINES, device)
+
+
+def backend_problems(device: str) -> dict[str, str]:
+    """Return the backends that this machine cannot run on a kind of device, each with the reason."""
+    return _problems(BACKENDS, device)
+
+
+def _problems(names: Iterable[str], device: str) -> dict[str, str]:
+    problems = {name: descriptor(name).find_problem(device) for name in names}
     return {name: str(problem) for name, problem in problems.items() if problem is not None}
 
 
@@ -493,7 +505,8 @@ def _quantization_warnings(config: RunConfig, graph: Graph) -> Iterator[str]:
             continue
         name, missing = node.spec.models[0], missing_correction(node)
         model = config.models.get(name, ModelConfig())
-        for key, value in (("gen.quantization", model.gen.quantization), ("fp8", model.fp8)):
+        settings = {f"gen.{key}": value for key, value in model.gen.precisions.items()}
+        for key, value in (settings | {"fp8": model.fp8}).items():
             if value is not None and missing is not None:
                 yield (
                     f"models.{name}.{key}={value} makes the engine draw from another policy than the "

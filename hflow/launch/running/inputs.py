@@ -20,9 +20,9 @@ from hflow.launch.checkpoints.fingerprints import (
     describe_change,
     fingerprint,
 )
+from hflow.launch.checkpoints.merged import weight_directories
 from hflow.launch.planning.compile import Compiled
 from hflow.launch.planning.models import source_model
-from hflow.models.hub import is_fetched
 
 TEXT_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
 """How the names of a checkpoint's files end that have its tokenizer and its configuration."""
@@ -109,8 +109,8 @@ def _model_files(compiled: Compiled, spec: Model) -> Iterator[Path]:
     models = compiled.config.models
     own, source = (models.get(m.name, ModelConfig()) for m in (spec, source_model(compiled.config, spec)))
     is_saved = spec.name in saved_models(compiled.graph) and own.lora is None
-    if source.path is not None and not is_fetched(source.path):  # a commit says what its files are
-        for path in sorted(Path(source.path).iterdir()):
+    for place in [] if source.path is None else weight_directories(source.path):
+        for path in sorted(place.iterdir()):
             is_weight = str(path).endswith(WEIGHT_SUFFIXES)
             is_read = not is_saved if is_weight else path.name.endswith(TEXT_SUFFIXES)
             if is_read and path.is_file():

@@ -131,6 +131,7 @@ def find_resumed(run: str, overrides: Sequence[str] = (), recipe: Recipe | None 
         config=config,
         engines=file.engines,
         candidates=file.candidates,
+        backend=file.backend,
     )
     diff = diff_plans(file.rows, to_json(compiled.plan))
     if refused := diff.decided_by_user(Effect.REFUSE):

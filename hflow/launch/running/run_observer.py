@@ -347,7 +347,7 @@ def _low_precisions(plan: Plan) -> dict[str, str]:
     """Return the models that an engine or the trainer quantises, with the setting that ends it."""
     settings, found = dict(plan.settings), {}
     for model in plan.graph.models:
-        for key in ("fp8", "gen.quantization"):
+        for key in ("fp8", "gen.cache_dtype", "gen.quantization"):
             if settings.get(f"models.{model.name}.{key}") is not None:
                 found[model.name] = f"{key}=null"
     return found

@@ -24,6 +24,7 @@ from hflow.dsl import Recipe
 from hflow.environments.client import close_hosts
 from hflow.graph.queries import saved_models
 from hflow.launch.checkpoints.fingerprints import RunInputs
+from hflow.launch.checkpoints.merged import check_base
 from hflow.launch.planning.compile import Compiled, compile_plan_file, compile_recipe, plan_file_text
 from hflow.launch.planning.services import check_service_keys, service_settings
 from hflow.launch.running.attempts import Attempts
@@ -49,6 +50,7 @@ from hflow.launch.running.stop_signals import StopSignals, request_stop
 from hflow.launch.running.trackers import open_trackers
 from hflow.launch.running.worker_setup import make_processes, make_setup, open_rows, source_config
 from hflow.models.hub import fetch_model, has_weights
+from hflow.models.merged import is_adapter, saved_merged
 from hflow.observer import RunInfo
 from hflow.planner.diff import Effect
 from hflow.planner.models.descriptors import factories
@@ -208,18 +210,21 @@ def _run_to_end(work: Callable[[], Coroutine[Any, Any, RunSummary]]) -> RunSumma
 
 
 def _fetch_models(compiled: Compiled, console: SafeConsole) -> None:
-    """Fetch models of the Hub whose workers are on this machine, before anything else starts.
+    """Fetch models of the Hub, and merge adapters, whose workers are on this machine, before all else starts.
 
     Raises:
-        ConfigError: if one cannot be fetched.
+        ConfigError: if one cannot be fetched, or an adapter was trained beside other weights.
     """
+    paths = {spec.name: source_config(compiled, spec).path for spec in compiled.graph.models}
+    for path in paths.values():
+        if path is not None and is_adapter(Path(path)) and saved_merged(Path(path)) is None:
+            check_base(Path(path))
     if compiled.config.workers == "ray" and ray_address(compiled.plan.cluster) is not None:
         return  # workers fetch what they need
-    for spec in compiled.graph.models:
-        path = source_config(compiled, spec).path
+    for name, path in paths.items():
         if path is not None and not has_weights(path):
-            console.print(f"fetching the weights of {path}")
-            fetch_model(path, f"models.{spec.name}.path")
+            console.print(f"{'merging' if is_adapter(Path(path)) else 'fetching'} the weights of {path}")
+            fetch_model(path, f"models.{name}.path")
 
 
 async def _run_in_loop(

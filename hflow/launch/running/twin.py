@@ -291,13 +291,16 @@ def describe_changes(graph: Graph, config: RunConfig) -> Iterator[str]:
             yield f"{name} computes in fp32 (dtype={model.dtype})"
         if model.fp8 is not None:
             yield f"{name} multiplies in fp32 (fp8={model.fp8})"
+        for key, value in model.gen.precisions.items():
+            yield f"{name} generates in fp32 (gen.{key}={value})"
         if model.gen.engine not in (None, _engine().name):
             yield f"{name} generates with the {_engine().name} engine (gen.engine={model.gen.engine})"
 
 
 def _comparable_model(config: RunConfig, name: str) -> ModelConfig:
     model = config.models.get(name, ModelConfig())
-    gen = dataclasses.replace(model.gen, engine=_engine().name, transport="auto", delta=False)
+    rounding: dict[str, Any] = dict.fromkeys(model.gen.precisions)
+    gen = dataclasses.replace(model.gen, engine=_engine().name, transport="auto", delta=False, **rounding)
     if _may_differ(model):  # options of the configured engine
         layout = None if gen.layout is None else _data_only(gen.layout)
         gen = dataclasses.replace(gen, layout=layout, cache_gib=None)

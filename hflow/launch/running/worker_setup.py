@@ -23,8 +23,9 @@ from hflow.graph.model import Model
 from hflow.graph.queries import reported_field
 from hflow.launch.planning.compile import Compiled
 from hflow.launch.planning.data_settings import conversation_checks, data_settings, find_row_sampler
-from hflow.launch.planning.models import check_is_whole, model_dtype, source_model
+from hflow.launch.planning.models import model_dtype, source_model
 from hflow.models.hub import is_fetched, local_directory
+from hflow.models.merged import is_adapter
 from hflow.models.settings import SHARDS, SHARDS_INDEX, ModelSettings
 from hflow.planner.models import descriptors
 from hflow.planner.plan.rows import Plan, Replica
@@ -182,8 +183,7 @@ def _refuse_endless(settings: DataSettings, is_trained: bool) -> None:
 def _engine_options(compiled: Compiled, replica: Replica) -> Mapping[str, Any]:
     config = compiled.config.models.get(replica.model, ModelConfig()).gen
     options: dict[str, Any] = {"max_running": config.max_running, "max_model_len": config.max_model_len}
-    if config.quantization is not None:
-        options["quantization"] = config.quantization
+    options |= config.precisions
     if replica.merges_adapters:
         options["merges_adapters"] = True
     choice = next(choice for choice in compiled.plan.engines if choice.replica == replica.name)
@@ -301,7 +301,6 @@ def source_config(compiled: Compiled, spec: Model) -> ModelConfig:
             f"models.{spec.name} has no weights; set models.{spec.name}.path to a checkpoint directory, "
             f"or choose an architecture with model@models.{spec.name}=tiny-qwen2"
         )
-    check_is_whole(spec.name, config)
     if config.path is not None and not (local_directory(config.path) / "config.json").is_file():
         raise ConfigError(
             f"models.{spec.name}.path is {config.path}, which has no checkpoint (config.json); "
@@ -395,6 +394,11 @@ def _is_resumed(spec: Model, config: ModelConfig, followers: Sequence[str]) -> b
         )
     if config.path is None:
         raise ConfigError(f"{key}.resume needs a checkpoint; set {key}.path")
+    if is_adapter(Path(config.path)):
+        raise ConfigError(
+            f"{key}.path is {config.path}, which has the optimizer state of an adapter alone; set "
+            f"{key}.resume=false to train the merged weights"
+        )
     for other in followers:
         raise ConfigError(
             f"models.{other} starts from the weights of {spec.name}, which {key}.resume takes from a later "

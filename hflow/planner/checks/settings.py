@@ -32,6 +32,7 @@ from hflow.shapes.model_shape import (
     EMBEDDING,
     EMBEDDING_A,
     EMBEDDING_B,
+    EXPERT_TARGETS,
     OUTPUT,
     A,
     B,
@@ -155,17 +156,12 @@ def _check_balance(graph: Graph, name: str, request: PlanRequest) -> None:
 
 
 def _check_host_steps(name: str, config: ModelConfig) -> None:
-    """Raise if an optimizer that steps on the host has another backend than torch, or is to be offloaded."""
-    if not optimizer_traits(config.optim.name).is_on_host:
-        return
-    key = f"models.{name}"
-    if not traits(config.backend).shards_weights:
-        raise PlanError(
-            f"{key}.optim.name is {config.optim.name}, which updates shards of the torch backend, but "
-            f"{key}.backend is {config.backend}; set {key}.offload=optimizer with {key}.optim.name="
-            f"{OPTIMIZERS.default} in its place"
-        )
-    if config.offload == "optimizer":
+    """Raise if the states of an optimizer that steps on the host are to be offloaded, and nothing else is.
+
+    A backend that does not shard weights also keeps gradients, and fp32 weights, between steps.
+    """
+    is_on_host, key = optimizer_traits(config.optim.name).is_on_host, f"models.{name}"
+    if is_on_host and config.offload == "optimizer" and traits(config.backend).shards_weights:
         raise PlanError(
             f"{key}.offload is optimizer, but {config.optim.name} has its states in host memory already; "
             f"remove {key}.offload"
@@ -247,7 +243,7 @@ def _check_lora(graph: Graph, name: str, request: PlanRequest) -> None:
     except PlanError as error:
         raise PlanError(f"models.{name}.{error}") from None
     specs = [spec for kind in (*kinds_of_layers(trained), other_tensors(trained)) for spec in kind]
-    sides = {A: 1, EMBEDDING_A: 1, B: 0, EMBEDDING_B: 0}
+    sides = {A: -1, EMBEDDING_A: -1, B: -2, EMBEDDING_B: -2}
     sizes = {x.shape[axis]: x for x in specs for end, axis in sides.items() if x.name.endswith(end)}
     if not sizes:
         raise PlanError(f"{key}.targets is empty, so nothing is trained; set {key}.targets=[all-linear]")
@@ -307,12 +303,6 @@ def _check_base(graph: Graph, name: str, request: PlanRequest) -> None:
                 f"{asked}, whose {setting} is {theirs}, but that of {name} is {own}; set "
                 f"models.{name}.{setting}={theirs}"
             )
-    if config.lora is not None and not traits(config.backend).shares_base:
-        instead = first_with("shares_base")
-        raise PlanError(
-            f"{asked}, but the {config.backend} backend has the adapters of one model beside its weights; "
-            f"set models.{name}.backend={instead} and {of_owner}.backend={instead}, or remove {key}"
-        )
     head, of_base = models[name].head, models[config.base_of].head
     if head != of_base and (config.lora is None or head == "lm"):
         raise PlanError(
@@ -329,15 +319,15 @@ def _check_lora_options(name: str, config: ModelConfig, shape: ModelShape | None
     """Raise if the backend cannot have adapters of a kind, or two options exclude each other."""
     lora, key = config.lora, f"models.{name}.lora"
     assert lora is not None
-    outer = next((target for target in (EMBEDDING, OUTPUT) if target in lora.targets), None)
-    if lora.dora and outer is not None:
+    others = (EMBEDDING, OUTPUT, *EXPERT_TARGETS)
+    other = next((target for target in others if target in lora.targets), None)
+    if lora.dora and other is not None:
         raise PlanError(
-            f"{key}.dora is set, but {outer} has no magnitudes; remove it from {key}.targets, or set "
+            f"{key}.dora is set, but {other} has no magnitudes; remove it from {key}.targets, or set "
             f"{key}.dora=false"
         )
     asked = {
-        f"{key}.dora is set": lora.dora,
-        f"{key}.targets has {outer}": outer is not None,
+        f"{key}.targets has {other}": other is not None,
         f"{key}.base is {lora.base}": lora.base is not None,
     }
     for option in (option for option, is_asked in asked.items() if is_asked):
@@ -346,10 +336,10 @@ def _check_lora_options(name: str, config: ModelConfig, shape: ModelShape | None
                 f"{option}, but the {config.backend} backend cannot train that; set "
                 f"models.{name}.backend={first_with('has_all_adapters')}, or remove it"
             )
-    if lora.base is not None and config.compile:
-        raise PlanError(
-            f"{key}.base is {lora.base}, whose products are not compiled; set models.{name}.compile=false"
-        )
+    of_experts = next((target for target in EXPERT_TARGETS if target in lora.targets), None)
+    if config.compile and (lora.base is not None or of_experts is not None):
+        option = f"targets has {of_experts}" if lora.base is None else f"base is {lora.base}"
+        raise PlanError(f"{key}.{option}, whose products are not compiled; set models.{name}.compile=false")
     if lora.base is not None and shape is not None and (shape.experts or shape.vision):
         part = "experts" if shape.experts else "towers"
         raise PlanError(f"{key}.base is {lora.base}, but models with {part} are not rounded yet; remove it")
@@ -517,6 +507,9 @@ def check_unused_keys(graph: Graph, request: PlanRequest) -> None:
     _check_schedule_keys(graph, request.schedule)
     if request.workload.images != WorkloadImages() and not any(model.vision for model in graph.models):
         raise PlanError("workload.images is set, but no model of the recipe sees; remove it")
+    masks = {node.spec.option("mask") for node in graph.nodes if node.spec.verb == "infer"}
+    for mask in sorted(request.workload.shares.keys() - masks):
+        raise PlanError(f"workload.shares.{mask} is set, but no infer node has mask={mask!r}; remove it")
     for name, config in request.models.items():
         if (unused := _find_unused_key(graph, name, config)) is not None:
             raise PlanError(unused)

@@ -20,7 +20,7 @@ from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import Plan, Replica
 from hflow.planner.plan.traits import BACKENDS, ENGINES, Trait, first_with, traits
 from hflow.planner.weights.weight_routes import transport_reasons
-from hflow.shapes.architectures import EXPERT_FAMILIES, FAMILIES, UNSUPPORTED
+from hflow.shapes.architectures import FAMILIES, ROUTERS, UNSUPPORTED
 from hflow.shapes.layout import Layout
 from hflow.shapes.model_shape import ModelShape
 from hflow.types.kernels import head_size_problem
@@ -70,7 +70,7 @@ def _reasons(plan: Plan, request: PlanRequest, chosen: Container[str], fits: Fit
         shape = request.shapes.get(replica.model)
         yield from layout_reasons(replica, workers, shape, is_chosen=replica.name in chosen)
         if replica.role == "gen":
-            yield from _quantization_reasons(replica, request)
+            yield from _precision_reasons(replica, request)
         if replica.role == "gen" and runs_family(replica.backend, shape):
             kind = engine_kind(replica.backend)
             yield from kind.check(served_model(replica, request))
@@ -94,15 +94,16 @@ def _reasons(plan: Plan, request: PlanRequest, chosen: Container[str], fits: Fit
         )
 
 
-def _quantization_reasons(replica: Replica, request: PlanRequest) -> Iterator[str]:
-    """Yield a reason where an engine does not quantise weights as configured."""
-    asked, key = request.model(replica.model).gen.quantization, f"models.{replica.model}.gen"
-    if asked is not None and asked not in traits(replica.backend).quantizations:
-        others = [name for name in ENGINES if asked in traits(name).quantizations]
-        yield (
-            f"{key}.quantization is {asked}, but the engine {replica.backend} does not quantise weights. Set "
-            f"{key}.engine={' or '.join(others)}, or {key}.quantization=null."
-        )
+def _precision_reasons(replica: Replica, request: PlanRequest) -> Iterator[str]:
+    """Yield a reason where an engine does not round weights, or its KV cache, as configured."""
+    key = f"models.{replica.model}.gen"
+    for name, asked in request.model(replica.model).gen.precisions.items():
+        if (name, asked) not in traits(replica.backend).precisions:
+            others = [other for other in ENGINES if (name, asked) in traits(other).precisions]
+            yield (
+                f"{key}.{name} is {asked}, but the engine {replica.backend} uses the model's dtype only. Set "
+                f"{key}.engine={' or '.join(others)}, or {key}.{name}=null."
+            )
 
 
 def builds(backend: str, family: str) -> bool:
@@ -319,8 +320,9 @@ def _routing_replay_reasons(node: Node, plan: Plan, request: PlanRequest) -> Ite
         return
     (model,), key = node.spec.models, f"nodes.{node.name}.routing_replay"
     shape = dict(plan.shapes).get(model)
-    if shape is not None and shape.experts is not None and shape.family not in EXPERT_FAMILIES:
-        families = ", ".join(EXPERT_FAMILIES)
+    replayed = [family for family, router in ROUTERS.items() if router.replays]
+    if shape is not None and shape.experts is not None and shape.family not in replayed:
+        families = ", ".join(replayed)
         yield (
             f"{key} is set, but experts are replayed in models of family {families}, not {shape.family}. "
             f"Remove {key}."

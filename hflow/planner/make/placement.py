@@ -130,7 +130,7 @@ def _are_alike(replica: Replica, owner: Replica, request: PlanRequest) -> bool:
     """Return whether a replica computes with the frozen weights of another one as that does."""
     configs = [request.model(r.model) for r in (replica, owner)]
     settings = [
-        (r.backend, r.layout, r.workers, r.merges_adapters, config.compute_dtype, config.gen.quantization)
+        (r.backend, r.layout, r.workers, r.merges_adapters, config.compute_dtype, config.gen.precisions)
         for r, config in zip((replica, owner), configs, strict=True)
     ]
     if replica.role == "gen":

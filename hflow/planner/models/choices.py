@@ -123,11 +123,12 @@ def attention_choice(replica: Replica, request: PlanRequest) -> AttentionChoice:
 def layer_choices(replicas: Iterable[Replica], request: PlanRequest) -> tuple[LayerChoice, ...]:
     """Return the kernels of each replica with the reason for them, as the packages of this machine allow."""
     return tuple(
-        _layer_choice(replica, request) for replica in replicas if traits(replica.backend).chooses_kernels
+        layer_choice(replica, request) for replica in replicas if traits(replica.backend).chooses_kernels
     )
 
 
-def _layer_choice(replica: Replica, request: PlanRequest) -> LayerChoice:
+def layer_choice(replica: Replica, request: PlanRequest) -> LayerChoice:
+    """Return the kernels of a replica whose backend chooses them, with the reason."""
     config, installed = request.model(replica.model), request.transformer_engine
     if config.lora is not None or replica.base_of:
         return LayerChoice(replica.name, LayerKernels.TORCH, None, "adapters are beside matrices of torch")

@@ -201,8 +201,8 @@ class Calibration:
     updates: LinkRate | None = None
     """Between machines, where weights are sent from trainers to engines. None: as `inter`."""
     exchange: LinkRate | None = None
-    """Between machines, where every device sends to many others at once, as tokens are sent to experts: all
-    ports are in use. None: as `inter`."""
+    """Between machines, where kernels such as DeepEP's send tokens to experts and all ports are in use. Not
+    where NCCL does, as for hflow's trainers. None: as `inter`."""
     expert_wait: Annotated[StrictFloat, Field(ge=1)] = 1.0
     """Where ranks divide experts, seconds of an engine's steps and of a trainer's kernels but attention
     over those of evenly divided tokens: tokens choose experts, and all ranks wait for the one with most."""

@@ -257,6 +257,8 @@ class Forecast:
     """The figures that could not be estimated, with the reason, one line each."""
     layouts: tuple[tuple[str, str], ...] = ()
     """Replica whose layout the planner chose -> the reason for the choice."""
+    backend: str = ""
+    """The training backend that the planner chose where models leave it open, with the reason; else empty."""
     candidates: tuple[Candidate, ...] = ()
     """The placements that the search compared, the chosen plan first; empty if nothing was searched."""
     limits: tuple[Limit, ...] = ()

@@ -161,7 +161,7 @@ class Hardware:
         return self.calibration.host_copy if link == self.host else self.calibration.inter
 
     def exchange_rate(self, link: Link) -> LinkRate:
-        """Return the rate that programs reach on a link where every rank sends to many others at once."""
+        """Return the rate that kernels for sending tokens to experts reach on a link."""
         return (
             self.calibration.exchange or self.link_rate(link) if link == self.inter else self.link_rate(link)
         )

@@ -13,7 +13,7 @@ from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.hardware import Device, Hardware
 from hflow.planner.plan.rows import Plan
 from hflow.planner.plan.workload import PromptImages, Workload
-from hflow.shapes.model_shape import ModelShape, adapted_shape, adapter_targets, outer_targets
+from hflow.shapes.model_shape import ModelShape, adapted_shape, adapter_targets, expert_targets, outer_targets
 from hflow.types.kernels import AttentionKernel, TransformerEngine
 
 
@@ -66,6 +66,8 @@ class PlanRequest:
     """Model -> the engine that a plan file names, where the model's configuration names none."""
     engine_problems: Mapping[str, str] = field(default_factory=dict)
     """Engine -> why this machine cannot run it. Such an engine is never the default."""
+    backend_problems: Mapping[str, str] = field(default_factory=dict)
+    """Training backend -> why this machine cannot run it. The planner does not choose such a backend."""
     flash_attn: Mapping[AttentionKernel, str] = field(default_factory=dict)
     """Packages with attention kernels on this machine -> version."""
     transformer_engine: TransformerEngine | None = None
@@ -92,13 +94,13 @@ def trained_shape(shape: ModelShape, lora: LoraConfig | None) -> ModelShape:
     if lora is None:
         return shape
     of_layers = adapter_targets(shape)
-    known = (*of_layers, *outer_targets(shape))
+    known = (*of_layers, *expert_targets(shape), *outer_targets(shape))
     for name in (chosen := lora.chosen(of_layers)):
         if name not in known:
             raise PlanError(
                 f"lora.targets: the {shape.family} model has no matrix {name!r}{nearest(name, known)} "
-                f"(known: {ALL_LINEAR}, {', '.join(known)}; routers, experts and a tied embedding have no "
-                "adapters)"
+                f"(known: {ALL_LINEAR}, {', '.join(known)}; routers, experts with biases and a tied "
+                "embedding have no adapters)"
             )
     return adapted_shape(shape, lora.r, chosen, has_magnitudes=lora.dora)
 
@@ -151,4 +153,5 @@ def _workload(spec: NodeSpec, request: PlanRequest) -> Workload:
         max_response=max_response,
         is_assumed=None in (assumed.prompt, assumed.response_mean, assumed.response_cv),
         images=images,
+        shares=tuple(sorted(assumed.shares.items())),
     )

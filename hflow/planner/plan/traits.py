@@ -68,9 +68,9 @@ class BackendTraits:
     has_adapters: bool = False
     """Whether it trains low-rank adapters (`models.NAME.lora`)."""
     shares_base: bool = False
-    """Whether several models with adapters can use the frozen weights of one (`models.NAME.base_of`)."""
+    """Whether an engine serves several models with adapters on one base (`models.NAME.base_of`)."""
     has_all_adapters: bool = False
-    """Whether these may be DoRA, of embedding and output matrix, and beside matrices in 4 bits."""
+    """Whether these may be of embedding and output matrix, and beside matrices in 4 bits."""
     chooses_kernels: bool = False
     """Whether different kernels can compute its layers (`models.NAME.kernels`)."""
     compiles_layers: bool = False
@@ -90,8 +90,8 @@ class BackendTraits:
     schedules_ahead_on: tuple[str, ...] = ()
     """Types of devices on which an engine prepares a decode step while the device computes the one before
     (asynchronous scheduling)."""
-    quantizations: tuple[str, ...] = ()
-    """The values of `gen.quantization` with which an engine quantises weights while it loads them."""
+    precisions: tuple[tuple[str, str], ...] = ()
+    """The keys and values of `gen` by which an engine can round to less than the model's dtype."""
     records: tuple[str, ...] = ()
     """The kinds that an engine records of the requests that ask for them (`types/recorded.py`)."""
     records_up_to_top_k: bool = False
@@ -118,7 +118,6 @@ Trait = Literal[
     "has_context_axis",
     "has_expert_axis",
     "has_adapters",
-    "shares_base",
     "has_all_adapters",
     "chooses_kernels",
     "compiles_layers",

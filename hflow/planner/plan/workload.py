@@ -68,6 +68,8 @@ class Workload:
     """Whether hflow assumed any of these, rather than the user setting all of them."""
     images: PromptImages | None = field(default=None, metadata=LEFT_OUT_BY_DEFAULT)
     """None: prompts are texts."""
+    shares: tuple[tuple[str, float], ...] = field(default=(), metadata=LEFT_OUT_BY_DEFAULT)
+    """Field of `mask=` -> the fraction of samples that infer nodes with it compute; all, if it is missing."""
 
 
 def cdf(workload: Workload, tokens: int) -> float:

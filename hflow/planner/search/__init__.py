@@ -19,13 +19,14 @@ from hflow.planner.plan.forecast import Candidate
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import Plan, Replica
 from hflow.planner.plan.traits import traits
+from hflow.planner.search.backends import backend_trials, is_better, kept_backend, with_backend
 from hflow.planner.search.evaluate import Choice, Evaluator
-from hflow.planner.search.explore import BUDGET, NUM_IMPROVED, explore
+from hflow.planner.search.explore import BUDGET, NUM_IMPROVED, Exploration, explore
 from hflow.planner.search.limits import Basis, throttles
 from hflow.planner.search.options import MIN_DIFFERENCE, ReplicaOption
 from hflow.planner.search.problem import PLACEMENT, SearchProblem, check_known
 from hflow.planner.search.remedies import fits, nearest_fit, no_fit
-from hflow.planner.search.result import SearchResult, make_result, with_settings, without_places
+from hflow.planner.search.result import MIN_GAIN, SearchResult, make_result, with_settings, without_places
 from hflow.planner.search.simulated import PeriodFunction, by_seconds, is_estimate, step_seconds
 
 __all__ = [
@@ -68,25 +69,60 @@ def search(
     Raises:
         PlanError: if nothing fits; the message names the nearest change that does.
     """
-    problem = SearchProblem(graph, request)
-    check_known(problem)
+    found, trials = _find(graph, request, simulate, budget), tuple(backend_trials(graph, request))
+    for trial in trials:
+        if trial.objection is None:
+            longest = math.inf if found is None else found.seconds * (1 - MIN_GAIN)
+            asked = with_settings(request, trial.settings)
+            try:
+                other = _find(graph, asked, simulate, budget, longest)
+            except PlanError:  # settings of a model are for the configured backend
+                continue
+            if other is not None and is_better(other, found):
+                found = with_backend(trial, other, found)
+    if found is not None:
+        return replace(found, backend=found.backend or kept_backend(trials))
+    refusal = no_fit(graph, request)
+    problem = SearchProblem(graph, request, allows_planned_only=True, divides_sequences=True)
     evaluator = Evaluator(problem)
-    simulates = simulate is not None and is_estimate(problem)
-    found = explore(evaluator, budget, keeps_alternatives=simulates)
-    warnings: tuple[str, ...] = ()
-    if not found.best and not problem.divides_sequences:
-        problem = SearchProblem(graph, request, divides_sequences=True)
+    best = explore(evaluator, budget) if refusal.is_too_large else None
+    if best is None or not best.best:
+        raise PlanError(f"no placement fits into memory{refusal.text}")
+    result = _result(evaluator, best, simulate)
+    return replace(result, warnings=(f"no placement that can run fits into memory{refusal.text}",))
+
+
+def _find(
+    graph: Graph,
+    request: PlanRequest,
+    simulate: PeriodFunction | None,
+    budget: int,
+    longest: float = math.inf,
+) -> SearchResult | None:
+    """Return the best plan that can run, with the backends of a request; None if none fits.
+
+    Args:
+        graph: a checked graph.
+        request: the argument of `search` with this name.
+        simulate: the argument of `search` with this name.
+        budget: the argument of `search` with this name.
+        longest: seconds of a step from which on a plan is of no use.
+    """
+    for divides_sequences in (False, True):
+        problem = SearchProblem(graph, request, divides_sequences=divides_sequences)
+        check_known(problem)
         evaluator = Evaluator(problem)
-        found = explore(evaluator, budget, keeps_alternatives=simulates)
-    if not found.best:
-        refusal = no_fit(graph, request)
-        problem = SearchProblem(graph, request, allows_planned_only=True, divides_sequences=True)
-        evaluator = Evaluator(problem)
-        if refusal.is_too_large:
-            found = explore(evaluator, budget, keeps_alternatives=simulates)
-        if not found.best:
-            raise PlanError(f"no placement fits into memory{refusal.text}")
-        warnings = (f"no placement that can run fits into memory{refusal.text}",)
+        keeps = simulate is not None and is_estimate(problem)
+        found = explore(evaluator, budget, keeps_alternatives=keeps, longest=longest)
+        if found.best:
+            return _result(evaluator, found, simulate)
+        if problem.divides_sequences:
+            break
+    return None
+
+
+def _result(evaluator: Evaluator, found: Exploration, simulate: PeriodFunction | None) -> SearchResult:
+    """Return the best of some choices, by simulated seconds where analytic ones are estimates."""
     seconds = dict(by_seconds(evaluator, found.ranked(), simulate, NUM_IMPROVED, found.alternatives))
     ranked = list(seconds)
     best = simplified(evaluator, ranked[0])
@@ -94,8 +130,7 @@ def search(
         seconds[best] = step_seconds(evaluator, best, simulate)
         if seconds[best] > seconds[ranked[0]] * (1 + MIN_DIFFERENCE):
             best = ranked[0]
-    result = make_result(evaluator, [best, *ranked[1:]], found.num_tried, seconds)
-    return replace(result, warnings=warnings)
+    return make_result(evaluator, [best, *ranked[1:]], found.num_tried, seconds)
 
 
 class PastSearches:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence, Set
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import chain, count, permutations, product
-from operator import le
+from operator import getitem, le
 
 from hflow.base.errors import PlanError
 from hflow.planner.checks.unrunnable import unrunnable_reasons
@@ -36,6 +36,8 @@ from hflow.planner.weights.weight_routes import weight_route
 
 Total = tuple[float, float]
 """Seconds of a step on the group of connected ones that takes longest, and of all of them together."""
+
+Numbers = tuple[float, ...]
 
 MAX_TRIES = 3000
 """Combinations of options that are tried for one group before it counts as too large for its devices."""
@@ -83,6 +85,15 @@ class Choice:
         """The option of each replica."""
         return tuple(dict.fromkeys(option for group in self.groups for option in group.options))
 
+    @property
+    def largest_batches(self) -> Mapping[str, int]:
+        """Engine -> sequences of mean length that its cache holds, where it does not grow as needed."""
+        largest: dict[str, int] = {}
+        for group in self.groups:
+            for name, number in group.fit.largest_batches.items():
+                largest[name] = min(number, largest.get(name, number))
+        return largest
+
     def devices_of(self, replica: str) -> Devices:
         """Return the devices of a replica's groups."""
         return joined_devices(_sets_of(replica, self.partition.blocks, self.devices))
@@ -96,8 +107,10 @@ class Evaluator:
         self.table = OptionTable(problem)
         self.memory = GroupMemory(problem, self.table)
         self._groups: dict[
-            tuple[Blocks, tuple[Devices, ...], tuple[int, ...]], tuple[GroupChoice, ...] | None
+            tuple[Blocks, tuple[Devices, ...], tuple[int, ...]],
+            tuple[float, tuple[GroupChoice, ...] | None],
         ] = {}
+        """Groups -> their best options, or None if none take less than the seconds."""
 
     @memo
     def partition(self, blocks: Blocks) -> Partition:
@@ -174,9 +187,10 @@ class Evaluator:
             connected, own = tuple(blocks[i] for i in part), tuple(devices[i] for i in part)
             costed = tuple(self.costed(name, connected, own) for name in _names(connected))
             key = connected, costed, tuple(map(len, own))
-            if key not in self._groups:
-                self._groups[key] = self._search_groups(connected, own)
-            groups = self._groups[key]
+            longest, groups = self._groups.get(key, (0.0, None))
+            if groups is None and longest < cutoff:
+                groups = self._search_groups(connected, own, cutoff)
+                self._groups[key] = cutoff, groups
             if groups is None:
                 return None
             found |= zip(part, groups, strict=True)
@@ -303,11 +317,24 @@ class Evaluator:
 
     def pace(self, choice: Choice) -> Pace | None:
         """Return the pace of a choice's engines, or None without engines."""
-        largest: dict[str, int] = {}
-        for group in choice.groups:
-            for name, number in group.fit.largest_batches.items():
-                largest[name] = min(number, largest.get(name, number))
+        largest = choice.largest_batches
         return self.table.pace([(option, largest.get(option.name)) for option in choice.options])
+
+    def in_flight(self, choice: Choice) -> int:
+        """Return the samples that may be in flight at once.
+
+        Where this is free, it is what engines hold with a group that waits for each of them, so that the next
+        one goes to the engine with the least work. Staleness may allow fewer.
+        """
+        allowed, stream = self.table.in_flight, self.table.events.stream
+        engines = [option for option in choice.options if option.name in stream.replicas]
+        largest = choice.largest_batches
+        is_free = bool(engines) and self.problem.is_free("schedule.max_concurrent")
+        if not is_free or any(option.name not in largest for option in engines):
+            return allowed
+        size = stream.group_size
+        held = sum(o.layout.data * (min(o.config.gen.max_running, largest[o.name]) + size) for o in engines)
+        return min(allowed, -(-held // size) * size)
 
     def _routed(
         self, blocks: Blocks, devices: Sequence[Devices], options: Sequence[ReplicaOption]
@@ -433,65 +460,91 @@ class Evaluator:
             for option in options
         )
 
-    def _search_groups(self, blocks: Blocks, devices: Sequence[Devices]) -> tuple[GroupChoice, ...] | None:
+    def _search_groups(
+        self, blocks: Blocks, devices: Sequence[Devices], longest: float
+    ) -> tuple[GroupChoice, ...] | None:
         """Return the fastest combination of options; offloading is tried where memory makes it slower.
 
         Args:
             blocks: connected ones.
             devices: the devices of each block.
+            longest: combinations of which a block takes so many seconds are of no use.
         """
         tables = {name: self.options(name, blocks, devices) for name in _names(blocks)}
         fastest = {name: table[0] for name, table in tables.items()}
         first = self.groups(blocks, fastest)
         if first is not None and _seconds(first) <= _bound(blocks, fastest):
             return first
+        most = {name: self._most(name, blocks, fastest, longest) for name in tables}
+        tables = {n: tuple(o for o in table if o.total < most[n]) for n, table in tables.items()}
         found = self._fastest_fit(blocks, tables)
         # A faster combination of a group has no option that loses more than all options of this one together.
         loss = math.inf if found is None else _seconds(found)[1] - _bound(blocks, fastest)[1]
         wider = {}
         for name, table in tables.items():
             options = self.options(name, blocks, devices, with_offload=True)
-            wider[name] = tuple(option for option in options if option.total - table[0].total < loss)
-        if all(
-            o.config.offload == self.problem.config(o.name).offload for row in wider.values() for o in row
+            least = min(most[name], table[0].total + loss)
+            wider[name] = tuple(option for option in options if option.total < least)
+        if any(
+            o.config.offload != self.problem.config(o.name).offload for row in wider.values() for o in row
         ):
-            return found
-        return self._fastest_fit(blocks, wider) or found
+            found = self._fastest_fit(blocks, wider) or found
+        return found if found is not None and _seconds(found)[0] < longest else None
+
+    def _most(self, name: str, blocks: Blocks, fastest: Mapping[str, ReplicaOption], longest: float) -> float:
+        """Return the seconds from which on an option is of no use, whatever the other replicas have."""
+        return min(
+            longest - sum(fastest[other].total for other in block if other != name)
+            for block in blocks
+            if name in block
+        )
 
     def _fastest_fit(
         self, blocks: Blocks, tables: Mapping[str, Sequence[ReplicaOption]]
     ) -> tuple[GroupChoice, ...] | None:
         """Try combinations of options in the order of their seconds, until one fits.
 
-        What an engine takes depends on the room that is left for its cache, so a combination that fits waits
-        until no other one can be faster.
+        Combinations are built replica by replica. One is given up if it does not fit even with the smallest
+        options of the others. What an engine takes depends on the room that is left for its cache, so a
+        combination that fits waits until no other one can be faster.
         """
-        axes = self._axes(self._useful(blocks, self._with_room(blocks, tables)))
+        tables = self._useful(blocks, self._with_room(blocks, tables))
+        axes = self._axes(tables)
         if not all(axes):
             return None
-        order, start = count(), (0,) * len(axes)
+        limit = self._room(tables)
+        sizes = [[self._flat_sizes(blocks, row) for row in axis] for axis in axes]
+        totals = [[_totals(blocks, row) for row in axis] for axis in axes]
+        least_sizes, least_totals = (
+            [_sums(_minima(row) for row in rows[place:]) for place in range(1, len(rows))] + [None]
+            for rows in (sizes, totals)
+        )
 
-        def options_at(index: tuple[int, ...]) -> dict[str, ReplicaOption]:
-            return {o.name: o for axis, i in zip(axes, index, strict=True) for o in axis[i]}
+        def bound(index: tuple[int, ...]) -> Total:
+            seconds = _sums(_chosen(totals, index), least_totals[len(index) - 1])
+            return max(seconds), sum(seconds)
 
-        heap: list[tuple[Total, int, tuple[int, ...], tuple[GroupChoice, ...] | None]] = []
-        heap.append((_bound(blocks, options_at(start)), next(order), start, None))
-        seen = {start}
+        order = count()
+        heap: list[tuple[Total, int, int, tuple[int, ...], tuple[GroupChoice, ...] | None]] = []
+        heap.append((bound((0,)), 0, next(order), (0,), None))
         for _ in range(MAX_TRIES):
             if not heap:
                 break
-            _, _, index, found = heapq.heappop(heap)
+            _, _, _, index, found = heapq.heappop(heap)
             if found is not None:
                 return found
-            choice = self.groups(blocks, options_at(index))
-            if choice is not None:
-                heapq.heappush(heap, (_seconds(choice), next(order), index, choice))
-            for place, i in enumerate(index):
-                after = (*index[:place], i + 1, *index[place + 1 :])
-                if i + 1 < len(axes[place]) and after not in seen:
-                    seen.add(after)
-                    heapq.heappush(heap, (_bound(blocks, options_at(after)), next(order), after, None))
-        return min((row[3] for row in heap if row[3] is not None), key=_seconds, default=None)
+            place = len(index) - 1
+            after = [(*index[:-1], index[-1] + 1)] if index[-1] + 1 < len(axes[place]) else []
+            if max(_sums(_chosen(sizes, index), least_sizes[place])) <= limit:
+                if place + 1 < len(axes):
+                    after.append((*index, 0))
+                else:
+                    choice = self.groups(blocks, {o.name: o for o in chain(*map(getitem, axes, index))})
+                    if choice is not None:
+                        heapq.heappush(heap, (_seconds(choice), -len(axes), next(order), index, choice))
+            for other in after:
+                heapq.heappush(heap, (bound(other), -len(other), next(order), other, None))
+        return min((row[4] for row in heap if row[4] is not None), key=_seconds, default=None)
 
     def _axes(
         self, tables: Mapping[str, Sequence[ReplicaOption]]
@@ -537,9 +590,7 @@ class Evaluator:
 
         Where memory is tight these are nearly all, and they are the fastest.
         """
-        device = next((option.replica.workers[0] for table in tables.values() for option in table), 0)
-        limit = self.problem.memory_limit(device) - self.memory.runtime(device)
-        limit += self.memory.most_shared(tables.values())
+        limit = self._room(tables)
         sizes = {name: [self._sizes(blocks, option) for option in table] for name, table in tables.items()}
         smallest = {
             (name, i): [min(column) for column in zip(*(row[i] for row in sizes[name]), strict=True)]
@@ -562,6 +613,21 @@ class Evaluator:
             )
             for name, table in tables.items()
         }
+
+    def _room(self, tables: Mapping[str, Sequence[ReplicaOption]]) -> int:
+        """Return the most bytes that replicas with any of some options may have on a device."""
+        device = next((option.replica.workers[0] for table in tables.values() for option in table), 0)
+        limit = self.problem.memory_limit(device) - self.memory.runtime(device)
+        return limit + self.memory.most_shared(tables.values())
+
+    def _flat_sizes(self, blocks: Blocks, options: Sequence[ReplicaOption]) -> tuple[int, ...]:
+        """Return the bytes of some options together in each phase of each block, one after the other."""
+        common, flat = self.common_devices(blocks), list[int]()
+        for block in blocks:
+            phases = self.phases(block)
+            own = [self.memory.sizes(phases, o, common) for o in options if o.name in block]
+            flat += map(sum, zip(*own, strict=True)) if own else [0] * max(1, len(phases))
+        return tuple(flat)
 
     def _sizes(self, blocks: Blocks, option: ReplicaOption) -> dict[int, tuple[int, ...]]:
         """Return an option's bytes in each phase of each of its replica's blocks, by their index."""
@@ -596,6 +662,26 @@ def _compared(src: Set[int], gen: Set[int]) -> CommonDevices:
     if src == gen:
         return "all"
     return "some" if src & gen else "none"
+
+
+def _totals(blocks: Blocks, options: Sequence[ReplicaOption]) -> tuple[float, ...]:
+    """Return the seconds that some options take in each block, without the limits of caches."""
+    return tuple(sum(option.total for option in options if option.name in block) for block in blocks)
+
+
+def _chosen(rows: Sequence[Sequence[Numbers]], index: Sequence[int]) -> list[Numbers]:
+    """Return the row of each axis that has an index."""
+    return [axis[i] for axis, i in zip(rows, index, strict=False)]
+
+
+def _minima(rows: Iterable[Numbers]) -> Numbers:
+    """Return the least of each column."""
+    return tuple(map(min, zip(*rows, strict=True)))
+
+
+def _sums(rows: Iterable[Numbers], added: Numbers | None = None) -> Numbers:
+    """Return the sum of each column."""
+    return tuple(map(sum, zip(*rows, *(() if added is None else (added,)), strict=True)))
 
 
 def _bound(blocks: Blocks, options: Mapping[str, ReplicaOption]) -> Total:

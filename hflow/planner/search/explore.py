@@ -43,7 +43,10 @@ NUM_KEPT = 8
 MIN_SPREAD_GAIN = 0.01
 """By so much a step must be shorter with replicas in several groups: such plans are more complex."""
 MAX_SLOWER = 0.5
-"""Alternatives are at most this much slower than the best of their division, by the analytic period."""
+"""Alternatives are at most this much slower than the best of their division, by the analytic period. Nor are
+divisions improved that are slower by more than the best of all."""
+MAX_LONGER = 2.0
+"""Divisions that take so many times as long as the best one so far are left out."""
 
 
 @dataclass
@@ -56,6 +59,7 @@ class Exploration:
         best: division -> its best choice.
         alternatives: division -> the fastest choices with different sizes of groups, layouts of engines or
             sequences at once, the best one included; empty unless they are kept.
+        longest: seconds of a step from which on a choice is of no use.
         num_tried: candidates so far.
         budget: most candidates to try.
         most_reasons: most reasons of a run to refuse a division; None: divisions are not checked again.
@@ -66,8 +70,14 @@ class Exploration:
     keeps_alternatives: bool = False
     best: dict[Blocks, Choice] = field(default_factory=dict)
     alternatives: dict[Blocks, list[Choice]] = field(default_factory=dict)
+    longest: float = math.inf
     num_tried: int = 0
     most_reasons: int | None = None
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether as many candidates were tried as the budget allows."""
+        return self.num_tried >= self.budget
 
     def ranked(self) -> list[Choice]:
         """Return the best choice of each division, the fastest first."""
@@ -94,10 +104,11 @@ class Exploration:
         """Return the period from which on a choice of a division is of no use."""
         best = self.best.get(blocks)
         if best is None:
-            return self.shortest_apart() * (1 - MIN_SPREAD_GAIN) if overlaps(blocks) else math.inf
+            factor = 1 - MIN_SPREAD_GAIN if overlaps(blocks) else MAX_LONGER
+            return min(self.shortest_apart() * factor, self.longest)
         if not self.keeps_alternatives:
             return best.period * (1 - MIN_GAIN)
-        rows, slowest = self.alternatives[blocks], best.period * (1 + MAX_SLOWER)
+        rows, slowest = self.alternatives[blocks], min(best.period * (1 + MAX_SLOWER), self.longest)
         return min(slowest, rows[-1].period) if len(rows) == NUM_KEPT else slowest
 
     def can_run(self, blocks: Blocks) -> bool:
@@ -120,16 +131,24 @@ def _kind(choice: Choice) -> Hashable:
     return places, tuple((option.layout, option.config.gen.max_running) for option in engines)
 
 
-def explore(evaluator: Evaluator, budget: int = BUDGET, *, keeps_alternatives: bool = False) -> Exploration:
-    """Return the best choices for a problem; none if nothing fits."""
-    found = Exploration(evaluator, budget, keeps_alternatives)
+def explore(
+    evaluator: Evaluator,
+    budget: int = BUDGET,
+    *,
+    keeps_alternatives: bool = False,
+    longest: float = math.inf,
+) -> Exploration:
+    """Return the best choices for a problem with a step below `longest`; none if nothing fits."""
+    found = Exploration(evaluator, budget, keeps_alternatives, longest=longest)
     if too_large(evaluator):
         return found
     plain = divisions(evaluator)
     for blocks in plain:
         _try_sizes(found, blocks)
+    slowest = found.shortest_apart() * (1 + MAX_SLOWER)
     for choice in found.ranked()[:NUM_IMPROVED]:
-        _improve(found, choice)
+        if choice.period < slowest:
+            _improve(found, choice)
     found.most_reasons = evaluator.num_unrunnable(plain[0]) if plain else None
     spread = list(spread_divisions(evaluator))
     for blocks in spread:
@@ -208,7 +227,7 @@ def _try_sizes(found: Exploration, blocks: Blocks) -> None:
     problem = evaluator.problem
     num_new = sum(evaluator.fixed_devices(block) is None for block in blocks)
     for shares in divisions_of(problem.free_devices, problem.cluster, num_new):
-        if found.num_tried >= found.budget:
+        if found.is_spent:
             return
         _try_division(found, blocks, shares)
 
@@ -219,7 +238,7 @@ def _try_division(found: Exploration, blocks: Blocks, shares: Sequence[Share]) -
     Returns:
         The choice if it is the best of its division, else None.
     """
-    devices = _devices(found.evaluator, blocks, shares)
+    devices = None if found.is_spent else _devices(found.evaluator, blocks, shares)
     if devices is None:
         return None
     groups = found.evaluator.best_groups(blocks, devices, found.cutoff(blocks))
@@ -259,7 +278,7 @@ def _try(
 
 def _improve(found: Exploration, choice: Choice) -> None:
     """Change one thing at a time until nothing makes the step shorter."""
-    while found.num_tried < found.budget:
+    while not found.is_spent:
         better = _moved(found, choice) or _replaced(found, choice)
         if better is None:
             return
@@ -301,6 +320,8 @@ def _replaced(found: Exploration, choice: Choice) -> Choice | None:
     evaluator, blocks = found.evaluator, choice.partition.blocks
     for before in choice.options:
         for option in evaluator.options(before.name, blocks, choice.devices)[:MAX_REPLACED]:
+            if found.is_spent:
+                return None
             if option is before:
                 continue
             groups = evaluator.replaced(choice, option)

@@ -6,6 +6,7 @@ same devices, so that a user who sets what is named gains that much or more.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from typing import Any
 from hflow.base.errors import PlanError
 from hflow.base.text import format_seconds, format_setting
 from hflow.graph.ir import Graph
+from hflow.graph.queries import trained_models
 from hflow.planner.checks.unrunnable import runs_family
 from hflow.planner.forecast.cost.nodes import EPISODES
 from hflow.planner.forecast.cost.roofline import NETWORK
@@ -22,16 +24,23 @@ from hflow.planner.make.replicas import replica_roles
 from hflow.planner.plan.forecast import Forecast, Limit, Remedy
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import EngineChoice
+from hflow.planner.plan.traits import traits
+from hflow.planner.search.backends import backend_trials, layers_with
 from hflow.planner.search.evaluate import Choice, Evaluator
 from hflow.planner.search.explore import explore
 from hflow.planner.search.options import MAX_RUNNING
 from hflow.planner.search.problem import PLACEMENT, SearchProblem
 from hflow.planner.search.remedies import other_backends
-from hflow.planner.search.result import MODEL_SETTINGS, placement_of, with_settings, without_places
+from hflow.planner.search.result import (
+    MIN_GAIN,
+    MODEL_SETTINGS,
+    placement_of,
+    with_settings,
+    without_places,
+)
 from hflow.planner.search.simulated import PeriodFunction, by_seconds
+from hflow.types.kernels import FP8_NEEDS, LayerKernels
 
-MIN_GAIN = 0.05
-"""Share of a step below which a limit is not named."""
 MUCH_IDLE = 0.3
 """Idle share of a step from which on devices count as idle."""
 STALENESS = (1, 2, 4, 8)
@@ -66,20 +75,20 @@ class Basis:
         """Return whether the planner chose a setting."""
         return self.searched is not None and key in self.searched.free
 
-    def period(self, settings: Mapping[str, Any]) -> float | None:
-        """Return the seconds of a step with other settings; None if no plan fits."""
+    def period(self, settings: Mapping[str, Any], longest: float = math.inf) -> float | None:
+        """Return the seconds of a step with other settings; None if no plan of less than `longest` fits."""
         base = self.searched or replace(self.request, free=frozenset())
         request = with_settings(replace(base, free=base.free - settings.keys()), settings)
         if self.searched is None:
-            found = self._fastest(request, budget=1, margin=0.0)
+            found = self._fastest(request, budget=1, margin=0.0, longest=longest)
         else:
-            found = self._fastest(request, PLACEMENT_BUDGET)
+            found = self._fastest(request, longest=longest)
         return None if found is None else found[1]
 
     def freed(self, key: str) -> Tried:
         """Return the value that the planner would choose for a setting of a model that trains or infers."""
         base = self.searched or replace(self.request, free=frozenset())
-        found = self._fastest(replace(base, free=base.free | {key}), PLACEMENT_BUDGET)
+        found = self._fastest(replace(base, free=base.free | {key}))
         if found is None:
             return {}, None
         _, model, name = key.split(".")
@@ -90,15 +99,19 @@ class Basis:
     def elsewhere(self) -> Tried | None:
         """Return the best placement with the same settings."""
         free = replace(without_places(self.request), placement=None, free=frozenset({PLACEMENT}))
-        found = self._fastest(free, PLACEMENT_BUDGET)
+        found = self._fastest(free)
         return None if found is None else ({PLACEMENT: placement_of(found[0])}, found[1])
 
     def _fastest(
-        self, request: PlanRequest, budget: int, margin: float = MEMORY_MARGIN
+        self,
+        request: PlanRequest,
+        budget: int = PLACEMENT_BUDGET,
+        margin: float = MEMORY_MARGIN,
+        longest: float = math.inf,
     ) -> tuple[Choice, float] | None:
         try:
             evaluator = Evaluator(SearchProblem(self.graph, request, margin=margin))
-            ranked = explore(evaluator, budget).ranked()
+            ranked = explore(evaluator, budget, longest=longest).ranked()
         except PlanError:
             return None
         return next(iter(by_seconds(evaluator, ranked, self.simulate, NUM_SIMULATED)), None)
@@ -123,7 +136,7 @@ def throttles(
     limits = list(_controller(forecast, before))
     others = [*_engines(basis, can_run), *_parallel(basis, forecast, can_run)]
     for what, settings in others:  # with another backend other devices may be best
-        limits += [Limit(what, (one,)) for one in _remedies([(settings, basis.period(settings))], before)]
+        limits += _tried(basis, what, settings, before)
     for key, value in _set_by_user(basis):
         what = f"{format_setting(key, value)} makes a step longer than the planner's own choice"
         limits += [Limit(what, (one,)) for one in _remedies([basis.freed(key)], before)]
@@ -131,7 +144,7 @@ def throttles(
         devices = re.sub(r":\S+", "", forecast.candidates[0].placement)
         basis = replace(basis, searched=replace(basis.searched, placement=devices))
     for what, settings in _changes(basis):
-        limits += [Limit(what, (one,)) for one in _remedies([(settings, basis.period(settings))], before)]
+        limits += _tried(basis, what, settings, before)
     idle = [(lane, share) for lane, share in forecast.period.idle if share > MUCH_IDLE]
     if idle:
         shares = ", ".join(f"{lane} is idle for {share:.0%}".replace("%", " %") for lane, share in idle)
@@ -140,7 +153,15 @@ def throttles(
             tried.append(other)
         lanes = tuple(lane for lane, _ in idle)
         limits.append(Limit(f"{shares} of a step", tuple(_remedies(tried, before)), lanes))
+    for what, settings in _low_precision(basis):
+        limits += _tried(basis, what, settings, before)
     return tuple(limits)
+
+
+def _tried(basis: Basis, what: str, settings: Mapping[str, Any], before: float) -> list[Limit]:
+    """Return a limit if the plan with some settings takes noticeably less than `before` seconds."""
+    after = basis.period(settings, before * (1 - MIN_GAIN))
+    return [Limit(what, (one,)) for one in _remedies([(settings, after)], before)]
 
 
 def _controller(forecast: Forecast, before: float) -> Iterator[Limit]:
@@ -185,7 +206,7 @@ def _set_by_user(basis: Basis) -> Iterator[tuple[str, Any]]:
 
 
 def _parallel(basis: Basis, forecast: Forecast, can_run: bool) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield backends that divide layers, where training waits for the network or devices are idle.
+    """Yield backends that divide layers, but those that the planner chose against.
 
     Devices may be idle because a model that divides its data alone can use no more of them, whatever limits
     its own seconds. That is tried where the planner chose the plan.
@@ -199,10 +220,42 @@ def _parallel(basis: Basis, forecast: Forecast, can_run: bool) -> Iterator[tuple
     }
     if basis.searched is None or not backends:
         return
+    if any(trial.objection is None for trial in backend_trials(basis.graph, basis.searched)):
+        return
     if trains and limit == NETWORK:
         yield f"{slowest} waits for the network for most of its seconds", backends
     elif any(share > MUCH_IDLE for _, share in forecast.period.idle):
         yield "models that are divided over data alone cannot use more devices well", backends
+    else:
+        names = " and ".join(dict.fromkeys(basis.request.model(_model_of(key)).backend for key in backends))
+        yield f"{names} is slower than another backend", backends
+
+
+def _low_precision(basis: Basis) -> Iterator[tuple[str, Mapping[str, str]]]:
+    """Yield FP8 where devices and programs have it. It changes results, so the planner never chooses it."""
+    request, searched = basis.request, basis.searched
+    if searched is None or request.cluster.parts or "fp8" not in request.hardware.device.tflops:
+        return
+    changes = "would be faster in FP8, which changes results"
+    for engine in basis.engines:
+        model, config = engine.replica.partition("@")[0], request.model(engine.replica.partition("@")[0])
+        if config.gen.quantization is None and "fp8" in traits(engine.engine).quantizations:
+            yield f"{engine.replica} {changes}", {f"models.{model}.gen.quantization": "fp8"}
+    for model in trained_models(basis.graph):
+        if (recipe := _fp8_recipe(model, request)) is not None:
+            yield f"{model}@train {changes}", {f"models.{model}.fp8": recipe}
+
+
+def _fp8_recipe(model: str, request: PlanRequest) -> str | None:
+    """Return the recipe of `models.NAME.fp8` for a model that could train with it; else None."""
+    config, hardware = request.model(model), request.hardware
+    capability = hardware.device.capability
+    if config.fp8 is not None or capability is None or "fp8" not in hardware.calibration.matmul:
+        return None
+    choice = layers_with(config.backend, model, request)
+    if choice is None or choice.kernels is not LayerKernels.TRANSFORMER_ENGINE:
+        return None
+    return next((recipe for recipe in reversed(FP8_NEEDS) if FP8_NEEDS[recipe].fits(capability)), None)
 
 
 def _engines(basis: Basis, can_run: bool) -> Iterator[tuple[str, Mapping[str, Any]]]:

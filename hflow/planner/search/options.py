@@ -12,6 +12,7 @@ from hflow.config.schema import ModelConfig, Offload
 from hflow.data_plane.minibatches import heaviest_load, minibatch_units
 from hflow.graph.queries import root_stream
 from hflow.planner.forecast.cost.nodes import Costs
+from hflow.planner.forecast.memory.offload import on_device
 from hflow.planner.forecast.memory.parts import engine_weights
 from hflow.planner.forecast.memory.rank import Rank
 from hflow.planner.forecast.period.step_graph import SteadyEvents
@@ -281,7 +282,8 @@ class OptionTable:
         for stage in {0, replica.layout.pipe - 1}:
             rank = self._rank(replica, shape, config, stage)
             if replica.role != "gen":
-                kept = training_backend(replica.backend).memory.model_state(rank).total()
+                state = training_backend(replica.backend).memory.model_state(rank)
+                kept = on_device(rank, state, "everything").total()
             elif traits(replica.backend).has_own_process:  # others may use the weights of their trainer
                 kept = engine_weights(rank)
             if overhead + kept > self._problem.memory_limit(device):

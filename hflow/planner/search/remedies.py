@@ -212,7 +212,7 @@ def no_fit(graph: Graph, request: PlanRequest) -> NoFit:
         if (kept := _search(graph, _released(changed, others))) is not None:
             causes, found = others, kept
     names, needed = " and ".join(dict.fromkeys(pin.text for pin in causes)), format_gib(_needed(found[1]))
-    changes = list(starmap(format_setting, dict(attempt.changes).items()))
+    changes = list(starmap(format_setting, _named(request, attempt.changes).items()))
     is_too_large = attempt.request.cluster != request.cluster
     if is_too_large:
         changes.insert(0, f"cluster={attempt.request.cluster.name}")
@@ -266,7 +266,7 @@ def _nothing_fits(graph: Graph, request: PlanRequest) -> str:
         fitting = _first_fit(graph, _anywhere_attempts(graph, other))
         if fitting is not None:
             attempt, (_, choice) = _fewest_changes(graph, other, *fitting)
-            settings = " ".join(starmap(format_setting, dict(attempt.changes).items()))
+            settings = " ".join(starmap(format_setting, _named(request, attempt.changes).items()))
             there = f"cluster={attempt.request.cluster.name} {settings}".rstrip()
             needed = format_gib(_needed(choice))
             return f"{text}. Set {there} ({needed}).{_planned_only(request, attempt.changes)}"
@@ -401,6 +401,15 @@ def _sentence(
         texts.insert(0, f"cluster={attempt.request.cluster.name}")
     needed = format_gib(_needed(choice))
     return f"Set {' '.join(texts)}{removed} ({needed}).{_planned_only(request, attempt.changes)}"
+
+
+def _named(request: PlanRequest, changes: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return changes without backends that the planner would choose by itself."""
+    kept = dict(changes)
+    for key in request.free & kept.keys():
+        if kept[key] not in request.backend_problems:
+            del kept[key]
+    return kept
 
 
 def _planned_only(request: PlanRequest, changes: Iterable[tuple[str, Any]]) -> str:

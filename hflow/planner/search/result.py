@@ -38,6 +38,10 @@ class SearchResult:
     """Replica whose layout was chosen -> the reason."""
     num_tried: int
     """Candidates that were looked at."""
+    num_reasons: int = 0
+    """Reasons of a run to refuse the plan, whatever its layouts."""
+    backend: str = ""
+    """The training backend of models that leave it open, with the reason for it; empty if none does."""
     warnings: tuple[str, ...] = ()
     """Warnings of the plan."""
 
@@ -77,7 +81,9 @@ def make_result(
     else:
         request = _with_layouts(evaluator, request, best)
     layouts = tuple(layout_reasons(evaluator, best))
-    return SearchResult(replace(request, free=frozenset()), overrides, rows, layouts, num_tried)
+    request = replace(request, free=frozenset())
+    num_reasons = evaluator.num_unrunnable(best.partition.blocks) or 0
+    return SearchResult(request, overrides, rows, layouts, num_tried, num_reasons)
 
 
 def placement_of(choice: Choice) -> str:
@@ -104,8 +110,8 @@ def settings_of(evaluator: Evaluator, choice: Choice) -> dict[str, Any]:
         for name in MODEL_SETTINGS:
             if getattr(option.config, name) != getattr(before, name):
                 chosen[f"models.{model}.{name}"] = getattr(option.config, name)
-    if evaluator.table.in_flight != problem.request.schedule.max_concurrent:
-        chosen["schedule.max_concurrent"] = evaluator.table.in_flight
+    if (in_flight := evaluator.in_flight(choice)) != problem.request.schedule.max_concurrent:
+        chosen["schedule.max_concurrent"] = in_flight
     return chosen
 
 
@@ -147,6 +153,8 @@ def _with_layouts(evaluator: Evaluator, request: PlanRequest, choice: Choice) ->
     return replace(request, models=models, groups=problem.given_groups)
 
 
+MIN_GAIN = 0.05
+"""Share of a step below which a gain is not noticeable."""
 SMALL = 0.02
 """Share of a step below which a part is not named."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from hflow.planner.plan.forecast import Pace, SimulatedStep
 from hflow.planner.plan.rows import Schedule
@@ -93,4 +94,6 @@ def step_seconds(evaluator: Evaluator, choice: Choice, simulate: PeriodFunction 
     if simulate is None or pace is None:
         return choice.period
     workload = evaluator.problem.workloads[evaluator.table.events.stream.name]
-    return simulate(choice.partition.plan.schedule, choice.seconds, pace, workload).seconds
+    schedule = choice.partition.plan.schedule
+    settings = replace(schedule.settings, max_concurrent=evaluator.in_flight(choice))
+    return simulate(replace(schedule, settings=settings), choice.seconds, pace, workload).seconds

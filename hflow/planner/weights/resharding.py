@@ -18,7 +18,15 @@ from hflow.planner.plan.rows import Replica, RouteRow, WeightRoute
 from hflow.planner.plan.traits import traits
 from hflow.planner.weights.sharding import TensorShard, is_on_stage, tensor_shards
 from hflow.shapes.layout import stage_layers
-from hflow.shapes.model_shape import ModelShape, TensorSpec, equal_layers, layer_template, other_tensors
+from hflow.shapes.model_shape import (
+    DTYPE_BYTES,
+    ModelShape,
+    TensorSpec,
+    equal_layers,
+    is_in_fp32,
+    layer_template,
+    other_tensors,
+)
 from hflow.types.tensor_slices import Box, numel
 
 Bounds = tuple[int, int]
@@ -49,7 +57,8 @@ def add_rows(
         for row in _rows(tensors, *ends):
             rows.append(row)
             counts = sets.receiver_counts(row.holders, row.receivers)
-            num_bytes = item_bytes * tensors.num_layers * numel(row.box)
+            of_item = DTYPE_BYTES["fp32"] if is_in_fp32(row.tensor) else item_bytes
+            num_bytes = of_item * tensors.num_layers * numel(row.box)
             moved += num_bytes * counts.remote
             local += num_bytes * counts.local
             crossing += num_bytes * counts.cross_machine

@@ -68,6 +68,8 @@ class NodeExecution:
         self.states = dict(states)
         self._rules = {rule.consumer: rule for rule in run.plan.rules}
         self._cuts = dict(run.plan.cuts)
+        self._cutting = asyncio.Lock()
+        """Nodes that fire together cut their samples in turn. The event loop does other work between."""
         self._warned: set[str] = set()
         """Nodes that have skipped an update."""
 
@@ -83,18 +85,20 @@ class NodeExecution:
             locations: which workers hold the samples; updated.
         """
         rule = self._rules[node]
-        samples = [sample for members in groups.values() for sample in members]
-        holders = locations.holders(rule.fields, samples)
-        assignment = shards(
-            rule,
-            self._cuts.get(node),
-            groups,
-            locations.lengths(samples),
-            holders,
-            seed=self._run.seed,
-            step=step,
-        )
-        moves = redistribute(rule, assignment, holders, self._run.plan.cluster)
+        async with self._cutting:
+            samples = [sample for members in groups.values() for sample in members]
+            holders = locations.holders(rule.fields, samples)
+            assignment = shards(
+                rule,
+                self._cuts.get(node),
+                groups,
+                locations.lengths(samples),
+                holders,
+                seed=self._run.seed,
+                step=step,
+            )
+            moves = redistribute(rule, assignment, holders, self._run.plan.cluster)
+            await asyncio.sleep(0)
         tasks = node_tasks(node, step, rule.heads, self._replica_workers(node), assignment)
         transfer = self._run.workers.transfer(moves) if moves else _nothing()
         with self._run.working(OngoingWork(node, DEVICE, tuple(tasks), time.time(), step + 1)):

@@ -445,6 +445,8 @@ class EpisodeCounts:
         self.has_turns = False
         self._latest: dict[int, Mapping[str, int]] = {}
         """Worker -> its last report."""
+        self._current: Counter[str] = Counter()
+        """The sum of the last reports: thousands of workers report often."""
         self._sums: Counter[str] = Counter()
         self._num_reports = 0
         self._num_ended_before = 0
@@ -453,21 +455,21 @@ class EpisodeCounts:
     def add_report(self, worker: int, states: Mapping[str, int]) -> None:
         """Add a worker's report: its episodes in each state. `terminated` counts all that ever ended."""
         if states:
+            self._current.subtract(self._latest.get(worker, {}))
+            self._current.update(states)
             self._latest[worker] = states
-            self._sums.update(self.current())
+            self._sums.update(self._current)
             self._num_reports += 1
 
     def forget_worker(self, worker: int) -> None:
         """Note that a worker's process was replaced: its episodes are gone."""
         states = self._latest.pop(worker, {})
+        self._current.subtract(states)
         self._num_ended_before -= states.get(EpisodeState.TERMINATED.value, 0)
 
     def current(self) -> Counter[str]:
         """Return the number of episodes in each state, over all workers."""
-        total: Counter[str] = Counter()
-        for states in self._latest.values():
-            total.update(states)
-        return total
+        return self._current
 
     def finish_step(self) -> dict[str, float]:
         """Return the metrics since the last completed step; empty where no episode takes several turns.
@@ -475,7 +477,7 @@ class EpisodeCounts:
         `episodes/STATE` is the mean over the reports of this time, or the last known number without a
         report. `episodes/terminated` is the number of episodes that ended.
         """
-        current, sums, num_reports = self.current(), self._sums, self._num_reports
+        current, sums, num_reports = self._current, self._sums, self._num_reports
         terminated = EpisodeState.TERMINATED.value
         num_ended = current[terminated] - self._num_ended_before
         self._num_ended_before = current[terminated]

@@ -162,6 +162,7 @@ class Evaluation(StreamState):
         assert self.active is not None, f"no evaluation of {self.stream.name} is active"
         groups = sorted(self._accepted_groups, key=lambda group: group.number)
         samples = tuple(sample for group in groups for sample in group.members)
+        self.num_generated -= len(samples)
         self._emit(FormBatch(self.stream.name, self.active, samples, tuple(g.number for g in groups)))
         self.formed.add(self.active)
         self.active = None

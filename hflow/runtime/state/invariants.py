@@ -31,14 +31,20 @@ def check_invariants(state: RunState) -> None:
 
 def _check_stream(stream: StreamState, *, is_ending: bool) -> None:
     num_generating = len(stream.abandoned)
+    num_generated = sum(len(group.members) for group in stream._accepted())
     for number, group in stream.groups.items():
         assert number == group.number < stream.next_group, f"group {number} was not opened"
         assert len(group.members) >= max(1, stream.stream.min_group), f"group {number} is too small"
         if not is_ending:
             _check_group(group, stream)
-        num_generating += sum(member.generating for member in group.members.values())
+        num_running = sum(member.generating for member in group.members.values())
+        num_generating += num_running
+        num_generated += len(group.members) - num_running
     assert num_generating == stream.num_generating, (
         f"{stream.stream.name} counts {stream.num_generating} samples in flight, there are {num_generating}"
+    )
+    assert num_generated == stream.num_generated, (
+        f"{stream.stream.name} counts {stream.num_generated} finished samples, there are {num_generated}"
     )
 
 

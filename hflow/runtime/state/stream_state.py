@@ -32,6 +32,7 @@ class StreamState:
         groups: open groups by id.
         next_group: id of the group that is opened next.
         num_generating: samples whose source has not reported, abandoned ones included.
+        num_generated: samples that the source has finished for the next batch, or for this evaluation.
         abandoned: samples that were refused while they were generated. They occupy an engine until they
             report.
         orphans: (node, key) of nodes that work on something that was refused; their results are ignored.
@@ -43,18 +44,11 @@ class StreamState:
         self.dependencies = SampleDependencies(stream, nodes)
         self.groups: dict[int, Group] = {}
         self.next_group = 0
-        self.num_generating = 0
+        self.num_generating = self.num_generated = 0
         self.abandoned: set[int] = set()
         self.orphans: set[tuple[str, int]] = set()
         self.exhausted = False
         self._emit = emit
-
-    @property
-    def num_generated(self) -> int:
-        """Samples that the source has finished for the next batch, or for this evaluation."""
-        accepted = sum(len(group.members) for group in self._accepted())
-        members = (member for group in self.groups.values() for member in group.members.values())
-        return accepted + sum(not member.generating for member in members)
 
     # Events
     def open_group(self) -> None:
@@ -151,6 +145,7 @@ class StreamState:
         for snapshot in groups:
             group = Group(snapshot.number, self.dependencies, self._emit)
             group.restore(snapshot)
+            self.num_generated += sum(not member.generating for member in group.members.values())
             if snapshot.is_accepted and group.tasks_left == 0:
                 accepted.append(group)
                 continue
@@ -224,6 +219,7 @@ class StreamState:
         assert member is not None, f"sample {sample} of {self.stream.name} was refused"
         assert member.generating, f"sample {sample} of {self.stream.name} is done twice"
         self.num_generating -= 1
+        self.num_generated += 1
         member.generating = False
         return group, member
 
@@ -275,6 +271,8 @@ class StreamState:
         member = group.members.pop(sample)
         if member.generating:
             self.abandoned.add(sample)
+        else:
+            self.num_generated -= 1
         self.orphans.update((name, sample) for name in member.running)
         return member
 

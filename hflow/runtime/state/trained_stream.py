@@ -170,6 +170,7 @@ class TrainedStream(StreamState):
         for number in numbers:
             del self.queue[number]
         samples = tuple(sample for group in groups for sample in group.members)
+        self.num_generated -= len(samples)
         self._emit(FormBatch(self.stream.name, self._progress.num_formed, samples, numbers))
         self._progress.form_batch()
         self.forget_refusals()
@@ -234,6 +235,7 @@ class TrainedStream(StreamState):
         del self.queue[group.number]
         self.num_accepted -= 1
         samples, source = tuple(group.members), self.dependencies.source
+        self.num_generated -= len(samples)
         self._emit(Refuse(self.stream.name, group.number, samples, source, Refusal.QUEUE_FULL))
 
     def _drop_stale(self) -> None:
@@ -260,6 +262,7 @@ class TrainedStream(StreamState):
             return True
         for sample in stale:
             del group.members[sample]
+        self.num_generated -= len(stale)
         source = self.dependencies.source
         self._emit(Refuse(self.stream.name, group.number, stale, source, Refusal.STALE))
         if len(group.members) >= max(1, self.stream.min_group):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,9 @@ from hflow.models.host_copy import HostCopies
 from hflow.models.host_offload import HostOffload
 from hflow.models.packed_attention import PACKED, packed_attention
 from hflow.models.settings import ModelSettings, RankPosition
-from hflow.shapes.architectures import ROUTERS, SCORE_BIAS
+from hflow.shapes.architectures import ROUTERS
 from hflow.shapes.layout import Layout
+from hflow.shapes.model_shape import SCORE_BIAS
 from hflow.training.fsdp.build import build_model
 from hflow.training.fsdp.held_weights import draw_held_weights, load_held_weights
 from hflow.training.fsdp.optimizer import TorchOptimizer, local_shard
@@ -46,6 +48,7 @@ from hflow.training.fsdp.sharding import place_model, recompute_layers
 from hflow.training.fsdp.shards import TrainedModel, copy_model_shards, load_model_shards
 from hflow.training.fsdp.weight_export import (
     blocks_of,
+    buffer_blocks,
     copied_sizes,
     copy_model,
     held_blocks,
@@ -218,11 +221,11 @@ class TorchModel(ModelBackend):
 
     @override
     def blocks(self) -> Iterator[Block]:
-        """Yield this rank's rows of each fp32 weight that training changes."""
+        """Yield this rank's rows of each fp32 weight that training changes, and biases of routers."""
         assert self._offload.has_weights_on_device, "blocks are views of weights on the device"
         module = self._runner.module
         pairs = held_blocks(self._model, module, module.head, self.settings.head)
-        return (block for _, blocks in pairs for block in blocks)
+        return chain((block for _, blocks in pairs for block in blocks), buffer_blocks(self._model))
 
     @override
     def shared_module(self) -> nn.Module | None:

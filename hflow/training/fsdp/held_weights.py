@@ -39,7 +39,7 @@ def holds_parameters_of(path: Path, model: PreTrainedModel, head: str) -> bool:
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - names
     buffers = model.state_dict().keys() - names - tied
     whole = stacked_views(model.config.model_type, model.named_parameters())
-    shapes = file_shapes({name: tuple(tensor.shape) for name, tensor in whole})
+    shapes = file_shapes(model.config.model_type, {name: tuple(tensor.shape) for name, tensor in whole})
     expected = {name: list(shape) for name, shape in shapes.items()}
     with ExitStack() as files:
         stored = {name: opened.get_shape() for name, opened in open_weight_files(path, files).items()}
@@ -58,11 +58,11 @@ def holds_parameters_of(path: Path, model: PreTrainedModel, head: str) -> bool:
 def load_held_weights(path: Path, model: PreTrainedModel) -> None:
     """Fill this rank's part of each parameter of a model but adapters from a checkpoint; not a collective."""
     with ExitStack() as files, torch.no_grad():
-        stored = open_weight_files(path, files)
+        stored, family = open_weight_files(path, files), model.config.model_type
         for name, weight in base_parameters(model).items():
             if numel(held_box(weight)):
                 for block in blocks_of(model, name, weight, local_shard(weight.detach())):
-                    block.values.copy_(read_stacked(stored, block.tensor, box_slices(block.box)))
+                    block.values.copy_(read_stacked(family, stored, block.tensor, box_slices(block.box)))
 
 
 def draw_held_weights(seed: int, model: PreTrainedModel) -> None:

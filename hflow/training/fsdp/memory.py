@@ -16,7 +16,7 @@ from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
 from hflow.planner.plan.forecast import MemoryCategory
 from hflow.shapes.model_shape import nf4_bytes
 
-TOWER, MEASURED = "activations of the tower", "matrix whose rows are measured"
+TOWER = "activations of the tower"
 MIN_UNIT_BYTES = 4 << 20
 """A layer with fewer bytes of fp32 weights is gathered with the rest (`training/fsdp/sharding.py`)."""
 
@@ -162,8 +162,11 @@ class _Step:
     def layer_without_gradient(self) -> Items:
         """Return the activations of a layer's forward pass without gradient."""
         batch = self.batch
-        layer = activations.layer_without_gradient(self.rank, batch.tokens, pads=batch.pads)
-        measured = item(MemoryCategory.BUFFERS, activations.measured_matrix(self.rank), MEASURED)
+        layer = activations.layer_without_gradient(
+            self.rank, batch.tokens, pads=batch.pads, repeated=batch.repeated
+        )
+        layer += activations.added_by_adapter(self.rank, batch.tokens)
+        measured = item(MemoryCategory.BUFFERS, activations.measured_matrix(self.rank), activations.MEASURED)
         return item(MemoryCategory.ACTIVATIONS, layer) + measured + self._whole_matrix()
 
     def _whole_matrix(self) -> Items:

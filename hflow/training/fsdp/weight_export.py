@@ -20,7 +20,7 @@ from hflow.models.expert_tensors import stacked_views
 from hflow.models.heads import head_prefix, saved_config
 from hflow.models.host_copy import HostCopies
 from hflow.models.settings import MERGED, ModelSettings
-from hflow.shapes.architectures import SCORE_BIAS
+from hflow.shapes.model_shape import is_in_fp32
 from hflow.training.fsdp.optimizer import local_shard
 from hflow.training.fsdp.shard_collectives import gather_in_place, replicate_index, shard_group
 from hflow.training.hf_files import Copies, FileDivision, check_is_shared
@@ -47,10 +47,26 @@ def named_weights(model: PreTrainedModel, head: nn.Module, kind: str, dtype: tor
 
 def _changing_tensors(model: PreTrainedModel, head: nn.Module, kind: str) -> list[Named]:
     """Return the tensors of `named_weights`, as this rank stores them."""
-    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    buffers = [(name, x) for name, x in model.state_dict().items() if name not in known]
     trained = [(name, weight.detach()) for name, weight in named_parameters(model, head, kind)]
-    return trained if adapter_weights(model) else [*trained, *buffers]
+    return [*trained, *_changing_buffers(model)]
+
+
+def _changing_buffers(model: PreTrainedModel) -> list[Named]:
+    """Return the persistent buffers of a model without adapters, which every rank holds whole."""
+    return [] if adapter_weights(model) else _saved_buffers(model)
+
+
+def _saved_buffers(model: PreTrainedModel) -> list[Named]:
+    """Return the buffers that checkpoints of a model have."""
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return [(name, x) for name, x in model.state_dict().items() if name not in known]
+
+
+def buffer_blocks(model: PreTrainedModel) -> Iterator[Block]:
+    """Yield the persistent buffers that weight updates change: biases of routers."""
+    for name, x in _changing_buffers(model):
+        if is_in_fp32(name):
+            yield Block(name, tuple(x.shape), whole_box(tuple(x.shape)), x)
 
 
 def held_blocks(
@@ -114,8 +130,9 @@ def merged_weights(
 
 
 def _all_tensors(model: PreTrainedModel, head: nn.Module, kind: str) -> Iterator[Named]:
-    """Yield every weight but adapters, as this rank stores it."""
+    """Yield every weight and buffer but adapters, as this rank stores it."""
     yield from base_tensors(model)
+    yield from _saved_buffers(model)
     for name, weight in _scalar_weights(head, kind):
         yield name, weight.detach()
 
@@ -307,7 +324,7 @@ def _dtype_of(name: str, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
 
     transformers keeps these in fp32 in models of any dtype, as their steps are small.
     """
-    return dtype if tensor.is_floating_point() and not name.endswith(f".{SCORE_BIAS}") else tensor.dtype
+    return dtype if tensor.is_floating_point() and not is_in_fp32(name) else tensor.dtype
 
 
 def collect_tensors(

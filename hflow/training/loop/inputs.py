@@ -25,7 +25,7 @@ from hflow.data.batches.trajectory_rows import cut_trajectories
 from hflow.models.expert_balance import BalancedTokens
 from hflow.models.expert_replay import ReplayedExperts, replayed_experts
 from hflow.models.hf_config import max_length
-from hflow.models.packed_attention import PackedLayout, SharedRows
+from hflow.models.packed_attention import PackedLayout
 from hflow.training.interface import NodeCall
 from hflow.training.loop.kept_sets import KeptSets
 from hflow.types import Sequences, Unit
@@ -255,20 +255,21 @@ def pack_tokens(
     """
     images = None if vision is None else vision.rows_of(batch)
     positions = _positions(batch) if vision is None else vision.positions(batch)
-    compared = ("input_ids", *([ROUTED_EXPERTS] if replays else []), *([] if images is None else [SEEN]))
+    compared = (*_compared_columns(replays), *([] if images is None else [SEEN]))
     if images is not None:
         batch = batch.with_columns({SEEN: Column(Unit.TOKEN, images.identities(batch.num_tokens))})
     sharing = share_prefixes(batch, compared)
     if sharing is not None and images is not None:
         images = images.computed(sharing)
-    shared = None if sharing is None else _on_device(sharing, device)
+    layout = PackedLayout.of(batch.lengths, device, dtype, sharing)
+    shared = layout.shared
     input_ids = to_tensor(get_column(batch, "input_ids").values, device)
     position_ids = to_tensor(positions, device)
     return PackedTokens(
         input_ids=input_ids,
         computed_ids=input_ids if shared is None else input_ids[shared.token_of_row],
         position_ids=position_ids if shared is None else position_ids[..., shared.token_of_row],
-        layout=PackedLayout.of(batch.lengths, device, dtype, shared),
+        layout=layout,
         sharing=sharing,
         replayed=replayed_experts(batch, sharing, device) if replays else None,
         images=images,
@@ -333,15 +334,20 @@ def placeholder_batch() -> Batch:
     return prepare_batch(Batch(-one, -one, one, columns), head="lm")
 
 
-def _on_device(sharing: PrefixSharing, device: torch.device) -> SharedRows:
-    return SharedRows(to_tensor(sharing.token_of_row, device), to_tensor(sharing.row_of_token, device))
-
-
 def _any_by_sequence(mask: npt.NDArray[np.bool_], batch: Batch) -> npt.NDArray[np.bool_]:
     """Return whether any token of each sequence is true. Sequences have at least one token."""
     if len(batch) == 0:
         return np.zeros(0, dtype=bool)
     return np.logical_or.reduceat(mask, batch.offsets[:-1])
+
+
+def compared_columns(call: NodeCall) -> tuple[str, ...]:
+    """Return the columns on which the hidden states of a token depend, where there are no images."""
+    return _compared_columns(replays_experts(call))
+
+
+def _compared_columns(replays: bool) -> tuple[str, ...]:
+    return ("input_ids", ROUTED_EXPERTS) if replays else ("input_ids",)
 
 
 def replays_experts(call: NodeCall) -> bool:

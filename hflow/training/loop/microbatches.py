@@ -13,8 +13,16 @@ from torch.distributed import ProcessGroup
 
 from hflow.data.batches.batch import Batch
 from hflow.data.batches.device_copy import to_device
+from hflow.data.batches.shared_prefix import shared_tokens
 from hflow.training.interface import NodeCall, TrainShard
-from hflow.training.loop.inputs import count_observed, count_valid, cut, prepare_batch
+from hflow.training.loop.inputs import (
+    compared_columns,
+    count_observed,
+    count_valid,
+    cut,
+    prepare_batch,
+    target_positions,
+)
 from hflow.types import Unit
 
 _UNITS = (Unit.TOKEN, Unit.SEQUENCE, Unit.GROUP)
@@ -39,7 +47,8 @@ class MicrobatchSplitter:
     """Splits a rank's samples into micro-batches, in agreement with the other data indices."""
 
     max_tokens: int
-    """Budget of a micro-batch."""
+    """Budget of a micro-batch: tokens that are computed. A prompt that samples of a group share counts once,
+    unless it has images."""
     head: str
     group: ProcessGroup | None
     """One rank for each data index; None for one."""
@@ -68,19 +77,29 @@ class MicrobatchSplitter:
         return [] if batch is None else [batch.take(rows) for rows in self.rows(call, batch)]
 
     def rows(self, call: NodeCall, batch: Batch) -> list[list[int]]:
-        """Return the rows of each micro-batch, of at most `max_tokens` tokens.
+        """Return the rows of each micro-batch, of at most `max_tokens` computed tokens.
 
         A group stays in one micro-batch if `keeps_groups_whole`, even if it exceeds the budget; otherwise if
-        it fits, so that its members can share the computation of their prompt.
+        it fits. What does not fit is split into as few parts as possible, each of which computes the prompt.
         """
-        units = batch.groups if call.keeps_groups_whole else self._small_groups(batch)
-        return pack_sequences(batch.lengths, self.max_tokens, units)
+        if batch.num_tokens <= self.max_tokens:
+            return [list(range(len(batch)))]
+        shared = _shared_prompts(call, batch)
+        units = batch.groups if call.keeps_groups_whole else self._parts_of_groups(batch, shared)
+        return pack_sequences(batch.lengths, self.max_tokens, units, shared)
 
-    def _small_groups(self, batch: Batch) -> npt.NDArray[np.int64]:
-        """Return a label for each row: one per group that fits the budget, else one per row."""
-        _, index = np.unique(batch.groups, return_inverse=True)
-        fits = np.bincount(index, weights=batch.lengths) <= self.max_tokens
-        return np.where(fits[index], index, len(index) + np.arange(len(index)))
+    def _parts_of_groups(self, batch: Batch, shared: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return a label for each row: equal for rows of a group that share a micro-batch."""
+        labels = np.empty(len(batch), dtype=np.int64)
+        count = 0
+        for rows in _units(len(batch), batch.groups):
+            prompt = shared[rows[0]]
+            parts = pack_sequences(batch.lengths[rows] - prompt, self.max_tokens - prompt)
+            if not prompt and len(parts) > 1:
+                parts = [[row] for row in range(len(rows))]
+            for part in parts:
+                labels[rows[part]], count = count, count + 1
+        return labels
 
     def max_over_ranks(self, num_microbatches: int) -> int:
         """Return the largest number of micro-batches on any rank; a collective."""
@@ -112,13 +131,33 @@ def _counts(batch: Batch) -> list[int]:
 Integers = Sequence[int] | npt.NDArray[np.int64]
 
 
-def pack_sequences(lengths: Integers, budget: int, keep_together: Integers | None = None) -> list[list[int]]:
+def _shared_prompts(call: NodeCall, batch: Batch) -> npt.NDArray[np.int64]:
+    """Return the number of tokens that a prepared batch's groups compute once, for each row.
+
+    Those from a group's first target on do not count: the output matrix has a row for each of them. A batch
+    with images has none, since equal tokens may be different images.
+    """
+    if any(column.unit is Unit.PIXELS for column in batch.columns.values()):
+        return np.zeros(len(batch), dtype=np.int64)
+    targets = target_positions(batch)
+    next_target = np.append(targets, batch.num_tokens)[np.searchsorted(targets, batch.offsets[:-1])]
+    _, group = np.unique(batch.groups, return_inverse=True)
+    unlearned = np.full(len(batch), batch.num_tokens)
+    np.minimum.at(unlearned, group, next_target - batch.offsets[:-1])
+    shared: npt.NDArray[np.int64] = np.minimum(shared_tokens(batch, compared_columns(call)), unlearned[group])
+    return shared
+
+
+def pack_sequences(
+    lengths: Integers, budget: int, keep_together: Integers | None = None, shared: Integers | None = None
+) -> list[list[int]]:
     """Split sequences into micro-batches of at most `budget` tokens by first-fit decreasing.
 
     Args:
         lengths: tokens of each sequence.
         budget: maximum tokens of a micro-batch. A unit that is longer is a micro-batch of its own.
         keep_together: a label for each sequence. Sequences with equal labels form a unit, which is not split.
+        shared: how many of each sequence's tokens its unit has in common, so that they count once; None: 0.
 
     Returns:
         Row indices of each micro-batch, ascending; the micro-batches are ordered by their first row. There
@@ -127,8 +166,12 @@ def pack_sequences(lengths: Integers, budget: int, keep_together: Integers | Non
     sizes = np.asarray(lengths, dtype=np.int64)
     if len(sizes) and sizes.sum() <= budget:
         return [list(range(len(sizes)))]
-    units = _units(len(sizes), keep_together)
-    totals = np.array([sizes[unit].sum() for unit in units], dtype=np.int64)
+    units, counted_once = _units(len(sizes), keep_together), np.zeros(len(sizes), dtype=np.int64)
+    if shared is not None:
+        counted_once = np.asarray(shared, dtype=np.int64)
+    totals = np.array(
+        [sizes[unit].sum() - (len(unit) - 1) * counted_once[unit[0]] for unit in units], dtype=np.int64
+    )
     bins = [
         np.sort(np.concatenate([units[index] for index in members])).tolist()
         for members in _first_fit_decreasing(totals, budget)

@@ -1,11 +1,14 @@
 """Low-rank adapters of megatron's linear layers, divided over tensor ranks as the matrices beside them.
 
+They compute what `models/adapter.py` describes.
+
 Megatron computes q, k and v, or gate and up, as one matrix. Each HF matrix has an adapter of its own all the
 same, as with peft, so that results and files are those of the torch backend.
 
 Only the r numbers of a token between the two matrices are exchanged. Where tensor ranks divide the outputs of
 a layer, each has all of A and its rows of B; where they divide the inputs, each has its columns of A and all
-of B. With sequence parallelism, a matrix that all ranks have computes a part of the tokens on each of them,
+of B. Magnitudes are divided as the rows of B; where ranks divide the inputs, lengths of rows are sums over
+them. With sequence parallelism, a matrix that all ranks have computes a part of the tokens on each of them,
 and its gradients are summed with those of norms.
 
 Axes: U tokens, those of this rank with sequence parallelism; I inputs and O outputs of a layer on this rank;
@@ -31,8 +34,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.functional import linear
 
+from hflow.models.adapter import row_lengths
 from hflow.training.megatron.hf_mapping import AdaptedLinear
 from hflow.training.megatron.layers import sum_gradient
+
+_MAGNITUDE = "_magnitude"
+"""End of the names of magnitudes, after that of an HF module."""
 
 
 class OutputSpans(NamedTuple):
@@ -76,7 +83,7 @@ class LinearAdapters(nn.Module):
         self.sequence_parallel = config.sequence_parallel
         self.is_on = True
         for row in of.parameters:
-            name, (part,) = row.name.rpartition(".")[2], row.parts
+            name, (part,) = row.name.rpartition(".")[2], row.parts  # such as q_proj_A
             weight: Any = nn.Parameter(torch.empty(row.shape, dtype=config.params_dtype))
             if name.endswith("_A") == of.divides_inputs:  # tensor ranks divide it
                 set_tensor_model_parallel_attributes(weight, True, part.axis, 1)
@@ -91,17 +98,59 @@ class LinearAdapters(nn.Module):
                 self.hf_modules.append(module)
                 self.spans.in_block.append((start, stop))
             start = stop
+        self.has_magnitudes = any(name.endswith(_MAGNITUDE) for name in self._parameters)
 
-    def forward(self, x: Tensor, output: Tensor) -> Tensor:
-        """Add to the layer's output `[U, 1, O]`, which may be overwritten, that of the adapters.
+    def forward(self, x: Tensor, output: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the output `[U, 1, O]` of the layer with its adapters.
 
         Args:
             x: the layer's input, `[U, 1, I]`.
-            output: the layer's output without adapters.
+            output: the layer's output without adapters, which may be overwritten.
+            weight: the layer's matrices, `[O, I]`.
+            bias: the bias in the output, `[O]`; None: there is none, or it is still to add.
         """
+        adapted = self._add_low_rank(x, output)
+        if not self.has_magnitudes:
+            return adapted
+        factor = self._factor(weight)
+        scaled = factor * adapted
+        return scaled if bias is None else scaled + (1 - factor) * bias
+
+    def _factor(self, weight: Tensor) -> Tensor:
+        """Return by what each output is multiplied, `[O]`: m / |V|, or 1 where there is no adapter."""
+        lengths = self._lengths(weight)
+        factor = weight.new_ones(len(weight)).view(self.spans.num_blocks, -1)
+        for module, (start, stop) in zip(self.hf_modules, self.spans.in_block, strict=True):
+            ratio = self._shared(f"{module}{_MAGNITUDE}") / lengths[module]
+            factor[:, start:stop] = ratio.view(self.spans.num_blocks, -1)
+        return factor.flatten()
+
+    @torch.no_grad()
+    def set_magnitudes(self, weight: Tensor) -> None:
+        """Set the magnitudes to the lengths of rows, so that the layer computes W x while B is 0.
+
+        Args:
+            weight: the layer's matrices, `[O, I]`.
+        """
+        for module, lengths in self._lengths(weight).items():
+            self.get_parameter(f"{module}{_MAGNITUDE}").copy_(lengths)
+
+    def _lengths(self, weight: Tensor) -> dict[str, Tensor]:
+        """Return the lengths of the rows of each HF module with its adapter. May be a collective."""
+        blocks = weight.detach().unflatten(0, (self.spans.num_blocks, -1))
+        column_ranks = self.tp_group if self.divides_inputs and self.tp_group.size() > 1 else None
+        lengths = {}
+        for module, (start, stop) in zip(self.hf_modules, self.spans.in_block, strict=True):
+            rows = blocks[:, start:stop].flatten(0, 1)
+            a, b = (self.get_parameter(f"{module}_{x}") for x in "AB")
+            lengths[module] = row_lengths(rows, a, b, self.scale, column_ranks)
+        return lengths
+
+    def _add_low_rank(self, x: Tensor, output: Tensor) -> Tensor:
+        """Add to a layer's output that of the adapters, without magnitudes."""
         low = linear(x.squeeze(1), torch.cat([self.get_parameter(f"{x}_A") for x in self.hf_modules]))
         low = self._exchange(low * self.scale)
-        matrices = [self._output_matrix(module) for module in self.hf_modules]
+        matrices = [self._shared(f"{module}_B") for module in self.hf_modules]
         if self.divides_inputs:  # a single matrix; the output may be a view, which cannot be overwritten
             return output + linear(low, *matrices).unsqueeze(1)
         return _add_products(output, low, self.spans, *matrices)
@@ -126,10 +175,10 @@ class LinearAdapters(nn.Module):
         exchanged: Tensor = exchange(low, group=self.tp_group)
         return exchanged
 
-    def _output_matrix(self, module: str) -> Tensor:
-        """Return B of an adapter, whose gradient is summed over the ranks that have the same rows."""
-        weight = self.get_parameter(f"{module}_B")
-        if self.copies is None or module not in ("k_proj", "v_proj"):
+    def _shared(self, name: str) -> Tensor:
+        """Return B or magnitudes, whose gradient is summed over the ranks that have the same rows."""
+        weight = self.get_parameter(name)
+        if self.copies is None or not name.startswith(("k_proj", "v_proj")):
             return weight
         return sum_gradient(weight, self.copies)
 
@@ -152,7 +201,21 @@ def add_adapters(stage: nn.Module, linears: Iterable[AdaptedLinear], scale: floa
 def _add_output(layer: Any, args: tuple[Tensor, ...], result: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
     """Return a layer's result, an output and a bias still to add, with the adapters' output added."""
     output, bias = result
-    return (layer.adapters(args[0], output) if layer.adapters.is_on else output), bias
+    if not layer.adapters.is_on:
+        return result
+    return layer.adapters(args[0], output, layer.weight, layer.bias if bias is None else None), bias
+
+
+def set_magnitudes(stage: nn.Module) -> None:
+    """Set the magnitudes of a stage's adapters, if they have any, once its weights have values.
+
+    May be a collective over the tensor ranks.
+    """
+    for module in stage.modules():
+        layer: Any = module
+        adapters = layer._modules.get("adapters")
+        if isinstance(adapters, LinearAdapters) and adapters.has_magnitudes:
+            adapters.set_magnitudes(layer.weight)
 
 
 class _AddProducts(torch.autograd.Function):

@@ -42,19 +42,30 @@ class MegatronModel(ModelBackend):
     denominator is global.
     """
 
-    def __init__(self, settings: ModelSettings, position: RankPosition) -> None:
+    def __init__(
+        self, settings: ModelSettings, position: RankPosition, owner: MegatronModel | None = None
+    ) -> None:
         """Build this rank's part of the model; a collective over the position's group.
+
+        Args:
+            settings: the model's settings.
+            position: the ranks that hold it.
+            owner: a model with adapters on the same ranks, whose frozen weights this one uses.
 
         Raises:
             BackendError: if the settings, the architecture, the layout or the checkpoint are unusable.
         """
         self.settings = settings
-        self._stage = stage = build_stage(settings, ParallelState.of(position))
+        base = None if owner is None else owner._stage
+        self._stage: Stage = build_stage(settings, ParallelState.of(position), base)
+        stage = self._stage
         self._optimizer = MegatronOptimizer(stage, settings) if settings.trainable else None
         schedule = _make_schedule(stage, self._optimizer, settings.offload_activations)
         splitter, balance = _make_splitter(stage, settings), _make_balance(stage, settings)
         self._runner = MegatronRunner(stage, schedule, splitter, balance)
-        self._offload = _make_offload(stage, self._optimizer, settings.offload)
+        self._offload: HostOffload = _make_offload(
+            stage, self._optimizer, settings.offload, None if owner is None else owner._offload
+        )
         self._offload.start()
         self._copies, self._state_copies = HostCopies(), HostCopies()
 
@@ -99,7 +110,11 @@ class MegatronModel(ModelBackend):
 
     @override
     def share_weights(self, settings: ModelSettings) -> ModelBackend:
-        return MegatronBase(settings, self)
+        if settings.lora is None:
+            return MegatronBase(settings, self)
+        parallel = self._stage.parallel
+        with self.on_device():
+            return MegatronModel(settings, RankPosition(parallel.group, parallel.layout), self)
 
     @override
     def save(self, directory: str) -> WriteFiles:
@@ -168,10 +183,12 @@ def _do_nothing() -> None:
     """A frozen model gathers no weights."""
 
 
-def _make_offload(stage: Stage, optimizer: MegatronOptimizer | None, offload: Offload) -> HostOffload:
+def _make_offload(
+    stage: Stage, optimizer: MegatronOptimizer | None, offload: Offload, base: HostOffload | None
+) -> HostOffload:
     def weights() -> list[Tensor]:
         return [weight.detach() for weight in stage.module.parameters()]
 
     if optimizer is None:
-        return HostOffload(offload, weights)
-    return HostOffload(offload, weights, optimizer.states, optimizer.gradients)
+        return HostOffload(offload, weights, base=base)
+    return HostOffload(offload, weights, optimizer.states, optimizer.gradients, base)

@@ -59,7 +59,7 @@ def open_weights(
                 return new_tensors[part.tensor][box_slices(part.box)]
             if settings.path is None:
                 return drawn[part]
-            return read_stacked(tensors, part.tensor, box_slices(part.box))
+            return read_stacked(shape.family, tensors, part.tensor, box_slices(part.box))
 
         yield read
 
@@ -109,7 +109,7 @@ def _drawn_adapters(settings: ModelSettings, parameters: Iterable[MappedParamete
 
 def _check(path: Path, tensors: Mapping[str, Any], shape: ModelShape) -> None:
     """Check that a checkpoint has exactly the model's tensors. An unused output matrix may be there."""
-    expected = {name: list(size) for name, size in file_shapes(backbone_shapes(shape)).items()}
+    expected = {name: list(size) for name, size in file_shapes(shape.family, backbone_shapes(shape)).items()}
     stored = {name: slice_.get_shape() for name, slice_ in tensors.items()}
     unknown = {name for name in stored.keys() - expected.keys() if not _is_ignored(name, shape)}
     misshapen = {name for name in stored.keys() & expected.keys() if stored[name] != expected[name]}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hflow.base.devices import is_gpu
 from hflow.planner.models.descriptors import Backend, TrialRun
 from hflow.planner.plan.traits import BackendTraits
-from hflow.shapes.architectures import FAMILIES
+from hflow.shapes.architectures import LLAMA_LIKE_FAMILIES
 from hflow.training.megatron import memory
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ BACKEND = Backend(
         shares_prompts=True,
         has_adapters=True,
         chooses_kernels=True,
-        families=tuple(FAMILIES),
+        families=LLAMA_LIKE_FAMILIES,
     ),
     factory=_make_model,
     memory=memory,

@@ -89,14 +89,14 @@ def copy_stage(
     for name, tensor in named_weights(stage, receiver_of=files.writer):
         if name in files.file_of:
             copies.setdefault(files.file_of[name], {}).update(
-                file_tensors({name: host.copy(changed(name, tensor))})
+                file_tensors(stage.shape.family, {name: host.copy(changed(name, tensor))})
             )
         else:
             head[name.removeprefix(head_prefix(stage.head))] = host.copy(tensor)
     saved_in = {
         file_name: file
         for name, file in files.file_of.items()
-        for file_name in file_names(name, shapes[name][0])
+        for file_name in file_names(stage.shape.family, name, shapes[name][0])
     }
     config = saved_config(stage.hf_config, stage.head, stage.dtype) if rank == 0 else None
     return partial(files.write, directory, copies, head, config, saved_in)

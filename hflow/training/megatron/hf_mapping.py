@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from hflow.shapes.layout import stage_layers
-from hflow.shapes.model_shape import AdapterShape, ModelShape
+from hflow.shapes.model_shape import MAGNITUDE, A, AdapterShape, B, ModelShape
 from hflow.types.kernels import LayerKernels
 
 VOCAB_MULTIPLE = 128
@@ -108,7 +108,8 @@ class AdaptedLinear:
     num_blocks: int
     """Number of equal blocks of its outputs, each of which has a part of each HF matrix."""
     parameters: tuple[MappedParameter, ...]
-    """The parameters of `Adapters`: of each HF module that has an adapter, A and B."""
+    """The parameters of `LinearAdapters`: of each HF module that has an adapter, A and B, and the magnitudes
+    if it has any."""
 
 
 @dataclass(frozen=True)
@@ -183,14 +184,19 @@ def _adapted_linear(name: str, rows: list[MappedParameter], adapter: AdapterShap
         outputs.append((module, span[1] - span[0] if axis == 0 else num_outputs))
         if module not in adapter.targets:
             continue
-        shapes = {1: (adapter.r, num_inputs), 0: (num_outputs, adapter.r)}
-        for split_axis, letter in ((1, "A"), (0, "B")):
-            ours, theirs = f"{name}.adapters.{module}_{letter}", f"{path}lora_{letter}.weight"
+        kinds: list[tuple[str, str, int, tuple[int, ...]]] = [
+            ("A", A, 1, (adapter.r, num_inputs)),
+            ("B", B, 0, (num_outputs, adapter.r)),
+        ]
+        if adapter.has_magnitudes:
+            kinds.append(("magnitude", MAGNITUDE, 0, (num_outputs,)))
+        for kind, end, split_axis, whole in kinds:
+            ours, theirs = f"{name}.adapters.{module}_{kind}", path + end
             if axis != split_axis:
-                parameters.append(_whole(ours, theirs, shapes[split_axis]))
+                parameters.append(_whole(ours, theirs, whole))
                 continue
-            part = TensorPart(theirs, shapes[axis], axis, span, 0)
-            shape = (part.length, adapter.r) if axis == 0 else (adapter.r, part.length)
+            part = TensorPart(theirs, whole, axis, span, 0)
+            shape = (*whole[:axis], part.length, *whole[axis + 1 :])
             parameters.append(MappedParameter(ours, shape, (part,), tensor in copied))
     return AdaptedLinear(name, tuple(outputs), axis == 1, len(blocks), tuple(parameters))
 

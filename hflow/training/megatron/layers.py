@@ -67,6 +67,18 @@ class RepeatedQkv(nn.Module):
         self.q_bias = parameter(q_rows) if bias else None
         self.kv_bias = parameter(kv_rows, shared=is_copy) if bias else None
 
+    @property
+    def weight(self) -> Tensor:
+        """The rows of q, k and v, `[(H / T + 2) E, D]`."""
+        return torch.cat((self.q_weight, self.kv_weight))
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The biases of q, k and v, `[(H / T + 2) E]`."""
+        if self.q_bias is None or self.kv_bias is None:
+            return None
+        return torch.cat((self.q_bias, self.kv_bias))
+
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """Project `[U, 1, D]` -> `[U, 1, (H / T + 2) E]`; the second result, a bias still to add, is None."""
         weight = torch.cat((self.q_weight, sum_gradient(self.kv_weight, self.copies)))

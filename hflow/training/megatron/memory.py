@@ -30,21 +30,24 @@ def model_state(rank: Rank) -> Items:
     """Return weights, gradients and optimizer state.
 
     Weights in the compute dtype and fp32 gradients are whole on every data rank. fp32 weights (in bf16) and
-    moments are sharded: 6 + 12 / d bytes a parameter in bf16. An inference replica has weights alone, and
-    none of its own where it uses those of a trainer. Beside adapters, weights have neither gradients nor
-    state.
+    moments are sharded: 6 + 12 / d bytes a parameter in bf16. An inference replica has weights alone. Beside
+    adapters, weights have neither gradients nor state. Those that are another replica's count there.
     """
     if rank.is_bare_base:
         return Items()
-    weights = item(MemoryCategory.WEIGHTS, rank.width * rank.sizes.total)
+    num_weights = 0 if rank.replica.base_of else rank.sizes.total
+    weights = item(MemoryCategory.WEIGHTS, rank.width * num_weights)
     if rank.replica.role != "train":
         return weights
     if rank.adapts:
         weights += item(MemoryCategory.WEIGHTS, rank.width * rank.trained.total, "adapters")
-    master_bytes = FP32_BYTES if rank.width < FP32_BYTES else 0
-    optimizer = rank.optimizer_share(*(num_bytes + master_bytes for num_bytes in rank.state_bytes))
-    gradients = item(MemoryCategory.GRADIENTS, FP32_BYTES * rank.trained.total)
-    return weights + gradients + item(MemoryCategory.OPTIMIZER, optimizer)
+    masters = FP32_BYTES * rank.optimizer_share(1, 1) if rank.width < FP32_BYTES else 0
+    return (
+        weights
+        + item(MemoryCategory.GRADIENTS, FP32_BYTES * rank.trained.total)
+        + item(MemoryCategory.OPTIMIZER, masters, "fp32 weights")
+        + item(MemoryCategory.OPTIMIZER, rank.optimizer_share(*rank.state_bytes))
+    )
 
 
 def train_step(rank: Rank, batch: MicroBatch) -> Items:
@@ -54,8 +57,10 @@ def train_step(rank: Rank, batch: MicroBatch) -> Items:
 
 def infer_step(rank: Rank, batch: MicroBatch) -> Items:
     """Return the peak of an infer node beyond the model state."""
-    layer = activations.layer_without_gradient(rank, batch.tokens, pads=batch.pads)
-    moments = [item(MemoryCategory.ACTIVATIONS, layer) + _fp8_weights(rank, num_layers=1, num_layouts=1)]
+    layer = activations.layer_without_gradient(rank, batch.tokens, pads=batch.pads, repeated=batch.repeated)
+    weights = _fp8_weights(rank, num_layers=1, num_layouts=1)
+    measured = item(MemoryCategory.BUFFERS, activations.measured_matrix(rank), activations.MEASURED)
+    moments = [item(MemoryCategory.ACTIVATIONS, layer) + weights + measured]
     if rank.is_last_stage:
         logits = activations.logits(rank, batch, num_tiles=1)
         moments.append(_head(rank, batch) + item(MemoryCategory.LOGITS, logits))
@@ -87,6 +92,7 @@ def _train_moments(rank: Rank, batch: MicroBatch) -> Iterator[Items]:
             + activations.trained_logits(rank, batch, rank.width * rank.trained.output)
         )
     needed = activations.backward_buffers(rank, batch, NUM_MLP_BACKWARD)
+    needed = max(needed, activations.measured_matrix(rank))  # when the last layer's forward pass measures
     buffers = item(MemoryCategory.BUFFERS, needed, "backward buffers")
     if is_recomputed:
         buffers += weights

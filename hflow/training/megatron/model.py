@@ -6,6 +6,7 @@ hidden, V' padded vocabulary, T tensor ranks, E head size.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,7 +27,9 @@ from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 
 from hflow.base.errors import BackendError
+from hflow.models.adapter import share_parameters
 from hflow.models.device import local_device
+from hflow.models.drawn_weights import parameters_on_meta
 from hflow.models.dtypes import DTYPES
 from hflow.models.expert_balance import BalancedTokens
 from hflow.models.expert_replay import ReplayedExperts
@@ -37,7 +40,7 @@ from hflow.models.settings import ModelSettings
 from hflow.shapes.model_shape import ModelShape, adapted_shape, adapter_targets
 from hflow.training.fsdp.build import HEADS, check_choice
 from hflow.training.loop.logprobs import OutputMatrix
-from hflow.training.megatron.adapters import add_adapters
+from hflow.training.megatron.adapters import add_adapters, set_magnitudes
 from hflow.training.megatron.attention import PackedInputs, rotary_frequencies
 from hflow.training.megatron.checkpoint_reader import load_parameters, open_weights
 from hflow.training.megatron.config import block_spec, transformer_config
@@ -207,10 +210,15 @@ class Stage:
         return zero
 
 
-def build_stage(settings: ModelSettings, parallel: ParallelState) -> Stage:
+def build_stage(settings: ModelSettings, parallel: ParallelState, owner: Stage | None = None) -> Stage:
     """Build this rank's stage and load its weights, reading only its part of a checkpoint.
 
     A collective over the replica. The model is in training mode.
+
+    Args:
+        settings: the model's settings.
+        parallel: this rank's layout.
+        owner: a stage with adapters in the same layout, whose frozen weights this one uses.
 
     Raises:
         BackendError: if the settings, the architecture, the layout or the checkpoint are unusable.
@@ -219,11 +227,15 @@ def build_stage(settings: ModelSettings, parallel: ParallelState) -> Stage:
     hf_config = read_config(settings)
     with translate_errors(settings.name):
         shape = supported_shape(hf_config, settings.head)
-        stage = _uninitialized_stage(settings, hf_config, shape, parallel)
-        parameters = {row.name: row for row in (*stage.whole.parameters, *stage.parameters)}.values()
+        stage = _uninitialized_stage(settings, hf_config, shape, parallel, has_base=owner is not None)
+        if owner is not None:
+            share_parameters(stage.module, owner.module)
+        base = stage.whole.parameters if owner is None else ()
+        parameters = {row.name: row for row in (*base, *stage.parameters)}.values()
         tensors = dict(stage.module.named_parameters())
         with open_weights(settings, shape, parameters) as read:
             load_parameters(parameters, tensors, read)
+    set_magnitudes(stage.module)
     stage.module.requires_grad_(False)
     for row in stage.parameters:
         tensors[row.name].requires_grad_(settings.trainable)
@@ -231,19 +243,24 @@ def build_stage(settings: ModelSettings, parallel: ParallelState) -> Stage:
 
 
 def _uninitialized_stage(
-    settings: ModelSettings, hf_config: PreTrainedConfig, shape: ModelShape, parallel: ParallelState
+    settings: ModelSettings,
+    hf_config: PreTrainedConfig,
+    shape: ModelShape,
+    parallel: ParallelState,
+    *,
+    has_base: bool,
 ) -> Stage:
-    """Return a stage whose weights have no values yet."""
+    """Return a stage whose weights have no values yet, and with `has_base` no memory but what is trained."""
     kernels = LayerKernels(settings.kernels)
     if settings.fp8 is not None:
         _check_recipe(settings.name, Fp8Recipe(settings.fp8))
     _init_megatron_state(kernels)
     device, dtype = local_device(settings.device), DTYPES[settings.dtype]
     config = transformer_config(shape, hf_config.rms_norm_eps, settings, dtype, parallel)
-    with torch.device(device):
+    with torch.device(device), parameters_on_meta() if has_base else nullcontext():
         module = _PackedModel(
             config,
-            block_spec(shape, parallel, kernels, normalizes=getattr(hf_config, "norm_topk_prob", False)),
+            block_spec(shape, parallel, kernels, normalizes=getattr(hf_config, "norm_topk_prob", True)),
             vocab_size=padded_vocab_size(shape.vocab, parallel.tensor),
             max_sequence_length=hf_config.max_position_embeddings,
             pre_process=parallel.is_first_stage,
@@ -262,7 +279,8 @@ def _uninitialized_stage(
     )
     trained, lora = shape, settings.lora
     if lora is not None:
-        trained = adapted_shape(shape, lora.r, lora.chosen(adapter_targets(shape)))
+        targets = lora.chosen(adapter_targets(shape))
+        trained = adapted_shape(shape, lora.r, targets, has_magnitudes=lora.dora)
         with torch.device(device):
             add_adapters(module, adapted_linears(trained, position, kernels), lora.scale)
     if parallel.is_first_stage:
@@ -298,6 +316,10 @@ def _check_recipe(model: str, recipe: Fp8Recipe) -> None:
 
 class _PackedModel(GPTModel):  # type: ignore[misc]  # megatron has no types
     """A GPT model that returns hidden states. Its head runs only on the rows that a node needs."""
+
+    def _is_in_embd_group(self) -> bool:
+        """Return False: both copies of a tied matrix are loaded, so none is sent to the other stage."""
+        return False
 
     def _preprocess(self, *, packed_seq_params: PackedInputs, **others: Any) -> tuple[Tensor | None, ...]:
         """Return the embedding of this rank's rows, and what the layers need besides.

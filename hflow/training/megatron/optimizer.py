@@ -28,6 +28,7 @@ from torch.distributed import ProcessGroup
 from typing_extensions import override
 
 from hflow.models.settings import ModelSettings
+from hflow.shapes.model_shape import MAGNITUDE
 from hflow.training.gradient_norm import total_norm
 from hflow.training.megatron.checkpoint_reader import load_parameters, open_weights
 from hflow.training.megatron.hf_mapping import ShardPosition
@@ -136,10 +137,11 @@ class MegatronOptimizer(StepOptimizer):
         self._optimizer_of(name).load_states(self.ranges[name].shard, states)
 
     def states(self) -> list[Tensor]:
-        """Return separate master weights, and the optimizer's state."""
+        """Return separate master weights, and the optimizer's state, if it is on their device."""
         masters = [master.shard for master in self.master_weights.values()]
         states = (state for part in self._parts for state in part.optimizer.state.values())
-        return [*masters, *(x for state in states for x in state.values())]
+        device = self.module.buffers[0].grad_data.device
+        return [*masters, *(x for state in states for x in state.values() if x.device == device)]
 
     def gradients(self) -> list[Tensor]:
         """Return the buffers of gradients, whose values count within a minibatch only."""
@@ -295,13 +297,19 @@ def separate_master_weights(stage: Stage, ranges: dict[str, MasterWeight]) -> di
 def load_master_weights(
     stage: Stage, settings: ModelSettings, master_weights: dict[str, MasterWeight]
 ) -> None:
-    """Read separate master weights from the model's checkpoint, one parameter at a time."""
+    """Read separate master weights from the model's checkpoint, one parameter at a time.
+
+    Magnitudes are those of the model, which has measured them.
+    """
     if not master_weights:
         return
     parameters = [parameter for parameter in stage.parameters if parameter.name in master_weights]
     with open_weights(settings, stage.shape, parameters) as read:
         for parameter in parameters:
             master = master_weights[parameter.name]
-            whole = torch.empty(parameter.shape, dtype=torch.float32)
-            load_parameters([parameter], {parameter.name: whole}, read)
+            if parameter.parts[0].tensor.endswith(MAGNITUDE):
+                whole = stage.module.get_parameter(parameter.name).float()
+            else:
+                whole = torch.empty(parameter.shape, dtype=torch.float32)
+                load_parameters([parameter], {parameter.name: whole}, read)
             master.shard.copy_(whole.view(-1)[master.start : master.stop])

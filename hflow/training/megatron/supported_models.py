@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedConfig
 
 from hflow.base.errors import BackendError
-from hflow.shapes.architectures import FAMILIES, read_shape
+from hflow.shapes.architectures import LLAMA_LIKE_FAMILIES, read_shape
 from hflow.shapes.model_shape import ModelShape
 
 _ROPES = ("default", "linear", "llama3")
@@ -26,10 +26,10 @@ def supported_shape(config: PreTrainedConfig, head: str) -> ModelShape:
 
 def _check_architecture(config: PreTrainedConfig) -> None:
     family = config.model_type
-    if family not in FAMILIES:
+    if family not in LLAMA_LIKE_FAMILIES:
         raise BackendError(
-            f"model_type {family!r} is not one that the megatron backend builds ({', '.join(FAMILIES)}); "
-            "use the torch backend"
+            f"model_type {family!r} is not one that the megatron backend builds "
+            f"({', '.join(LLAMA_LIKE_FAMILIES)}); use the torch backend"
         )
     if config.hidden_act != "silu":
         raise BackendError(

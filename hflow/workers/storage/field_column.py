@@ -2,7 +2,8 @@
 
 A value is either *loose* (a Python value, as a body or an episode made it) or a row of packed values (as a
 batch node or another worker made it). A loose value costs one dict entry; rows of the same packed
-values are selected together.
+values are selected together. The tokens of a long trajectory are packed when they come: as Python numbers
+they take four times the memory, and each node that reads them would pack them again.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class FieldColumn:
         self.field = field
         self.unit = unit
         self._cells: dict[int, Cell] = {}
+        self._dtype = TOKEN_DTYPES.get(field) if unit is Unit.TOKEN else None
 
     def __contains__(self, sample: int) -> bool:
         return sample in self._cells
@@ -63,7 +65,10 @@ class FieldColumn:
 
     def put_loose(self, sample: int, value: Any) -> None:
         """Set a Python value: a scalar, text or JSON, for TOKEN a sequence of numbers."""
-        self._cells[sample] = (None, value)
+        if self._dtype is not None and len(value) >= LONG and (row := _exact(value, self._dtype)) is not None:
+            self._cells[sample] = (PackedValues(row, np.array((0, len(row)))), 0)
+        else:
+            self._cells[sample] = (None, value)
 
     def put_cells(self, cells: Mapping[int, Cell]) -> None:
         """Set the cells of samples."""
@@ -101,8 +106,7 @@ class FieldColumn:
 
     def pack(self, cells: Sequence[Cell]) -> Column:
         """Pack the values of cells in this order. The result is a copy, which may be changed."""
-        spans = _long_spans(cells) if self.unit is Unit.TOKEN else None
-        if spans is not None:
+        if self.unit is Unit.TOKEN and (spans := self._long_spans(cells)) is not None:
             return Column(self.unit, join_arrays(self.field, spans))
         positions_of: dict[int, list[int]] = {}
         for position, (packed, _) in enumerate(cells):
@@ -112,6 +116,20 @@ class FieldColumn:
             for positions in positions_of.values()
         ]
         return Column(self.unit, self._merge(parts, list(positions_of.values())))
+
+    def _long_spans(self, cells: Sequence[Cell]) -> list[Array] | None:
+        """Return the tokens of each cell; None if none is long, or if loose values decide the dtype."""
+        parts = {id(packed): packed for packed, _ in cells}
+        if not any(map(_is_long, parts.values())) or (self._dtype is None and id(None) in parts):
+            return None
+        spans = []
+        for packed, row in cells:
+            if packed is None:
+                spans.append(np.array(row, self._dtype))
+            else:
+                assert packed.offsets is not None
+                spans.append(np.asarray(packed.values)[packed.offsets[row] : packed.offsets[row + 1]])
+        return spans
 
     def _select(self, packed: PackedValues | None, rows: list[Any]) -> PackedValues:
         """Select rows of packed values; for None, `rows` are loose values, which are packed."""
@@ -142,18 +160,18 @@ class FieldColumn:
         return _copy_spans(values, _offsets(lengths)[:-1][order], lengths[order])
 
 
-def _long_spans(cells: Sequence[Cell]) -> list[Array] | None:
-    """Return the tokens of each cell; None if there are too few of them, or loose values."""
-    first = cells[0][0] if cells else None
-    if first is None or first.offsets is None or first.offsets[-1] < LONG * (len(first.offsets) - 1):
-        return None
-    spans = []
-    for packed, row in cells:
-        if packed is None or packed.offsets is None:
-            return None
-        assert isinstance(packed.values, np.ndarray)
-        spans.append(packed.values[packed.offsets[row] : packed.offsets[row + 1]])
-    return spans
+def _is_long(packed: PackedValues | None) -> bool:
+    """Return whether the rows of packed values have many tokens, on average."""
+    if packed is None or packed.offsets is None:
+        return False
+    return bool(packed.offsets[-1] >= LONG * max(1, len(packed.offsets) - 1))
+
+
+def _exact(values: Sequence[Any], dtype: type[np.generic]) -> Array | None:
+    """Return numbers as an array; None if they are not the same in this dtype."""
+    array = np.asarray(values)
+    packed = array.astype(dtype)
+    return packed if np.array_equal(packed, array, equal_nan=array.dtype.kind == "f") else None
 
 
 def _pack_loose(field: str, unit: Unit, values: list[Any]) -> PackedValues:

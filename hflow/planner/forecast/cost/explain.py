@@ -38,7 +38,7 @@ PARTS: Mapping[str, Origin] = {
     "messages": ("host", ("node_us",)),
     "episodes": ("host", ("sample_us",)),
     "tensors": ("host", ("transfers.tensor_us",)),
-    "tokens to experts": ("network", ("exchange.share", "intra.share")),
+    "tokens to experts": ("network", ("intra.share", "inter.share")),
     "redistribution": ("network", ("intra.share", "inter.share")),
     "weights": ("network", ("intra.share", "inter.share")),
     "updates of matrices": ("device", ("matmul.{dtype}.share",)),

@@ -6,6 +6,7 @@ layer's experts those that a token passes compute, and those that any token of a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,9 +15,6 @@ from hflow.planner.plan.workload import PromptImages
 from hflow.shapes.layout import stage_layers
 from hflow.shapes.model_shape import ModelShape, cached_tokens, equal_layers
 from hflow.shapes.vision_shape import VisionShape, num_tower_parameters
-
-MIN_SAVED_FRACTION = 0.1
-"""Fraction of tokens in shared prompts from which on a backend computes these once."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,7 @@ class Work:
     learned: float
     """Tokens that the output matrix computes logits for: those of responses."""
     squares: float
-    """Sum of the squares of the samples' token counts."""
+    """Sum of the squares of the samples' token counts. A prompt that is computed once counts once."""
     patches: float = 0.0
     """Patches that pass the tower: those of each image once for each micro-batch that has it."""
     full_pairs: float = 0.0
@@ -57,20 +55,25 @@ def work_of(
         lengths: tokens of each sample.
         prompt: the number of tokens that are the prompt.
         group_size: samples that share a prompt.
-        budget: tokens of a micro-batch, for a backend that computes shared prompts once. It does if a whole
-            group fits and `MIN_SAVED_FRACTION` is saved. None for other backends.
+        budget: tokens of a micro-batch, for a backend that computes shared prompts once: for all samples of a
+            group that fit into a micro-batch, where they count once. None for other backends.
         images: the images of each prompt. A micro-batch computes them once for all samples with the prompt.
     """
     tokens, groups = sum(lengths), len(lengths) / group_size
-    shared = prompt * (len(lengths) - groups)
-    is_shared = budget is not None and tokens / groups <= budget and shared >= MIN_SAVED_FRACTION * tokens
+    learned = tokens - prompt * len(lengths)
+    sharing = 1  # samples that share the computation of a prompt
+    if budget is not None and len(lengths):
+        once = prompt if images is None else 0  # the tokens of images count for each sample
+        each = max(tokens / len(lengths) - once, 1)
+        sharing = min(group_size, max(1, math.floor((budget - once) / each)))
+    repeated = len(lengths) - len(lengths) / sharing
     return Work(
         groups=groups,
         sequences=len(lengths),
         tokens=tokens,
-        rows=tokens - shared if is_shared else tokens,
-        learned=tokens - prompt * len(lengths),
-        squares=sum(length * length for length in lengths),
+        rows=tokens - prompt * repeated,
+        learned=learned,
+        squares=sum(length * length for length in lengths) - prompt * prompt * repeated,
         **_tower_work(images, groups, 1.0 if budget is None else max(1.0, tokens / groups / budget)),
     )
 
@@ -192,13 +195,13 @@ def causal_pairs(shape: ModelShape, work: Work) -> float:
     """Return the (query, key) pairs of causal attention, as the mean over layers.
 
     A sequence of n tokens has n^2 / 2, and with a window of w < n tokens w n - w^2 / 2. All sequences count
-    as equally long, with the mean that tokens see.
+    as equally long, with the mean that computed tokens see.
     """
     pairs = work.squares / 2
-    if shape.window is None or not work.tokens:
+    if shape.window is None or not work.rows:
         return pairs
-    length, w = work.squares / work.tokens, shape.window.tokens
-    windowed = work.tokens * (w - w * w / (2 * length)) if w < length else pairs
+    length, w = work.squares / work.rows, shape.window.tokens
+    windowed = work.rows * (w - w * w / (2 * length)) if w < length else pairs
     num_full = shape.num_layers // shape.window.full_every
     return (num_full * pairs + (shape.num_layers - num_full) * windowed) / shape.num_layers
 

@@ -256,7 +256,7 @@ class DecodeStep:
         self._head_flops = 2 * head_parameters(shape) / (t * p)
         self._layer_flops = flops / (t * p) - self._head_flops
         self._pair_seconds = (token_flops(shape, 1, 1) - flops) / (t * p) / attention_rate(replica)
-        self._cache_seconds = kv_entries(shape, t) * replica.other_bytes / p / replica.rates.memory
+        self._cache_seconds = kv_entries(shape, t) * replica.cache_bytes / p / replica.rates.memory
         self._weight_bytes = None if shape.experts else _weight_bytes(replica, 1)
         self._sharpness = replica.hardware.calibration.memory.sharpness
         self._launching = 0.0 if replica.captures_decode else p * replica.host_seconds

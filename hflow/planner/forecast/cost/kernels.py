@@ -23,6 +23,8 @@ from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
 from hflow.shapes.layout import stage_layers
 from hflow.shapes.model_shape import (
     ModelShape,
+    adapter_widths,
+    inactive_parameters,
     layer_template,
     mean_active_experts,
     mean_mlp_rows,
@@ -119,11 +121,9 @@ def adapter_bytes(replica: ReplicaCosts, rows: float) -> float:
     """
     if replica.config.lora is None:
         return 0.0
-    specs = layer_template(replica.trained_shape)
-    inputs = sum(spec.shape[1] for spec in specs if spec.name.endswith("lora_A.weight"))
-    outputs = sum(spec.shape[0] for spec in specs if spec.name.endswith("lora_B.weight"))
-    is_counted = min(1.0, _passes(replica))
-    return is_counted * rows * (inputs + 4 * outputs) / replica.layout.tensor * replica.itemsize
+    sizes, is_counted = adapter_widths(replica.trained_shape), min(1.0, _passes(replica))
+    values = sizes.inputs + 4 * sizes.outputs
+    return is_counted * rows * values / replica.layout.tensor * replica.itemsize
 
 
 def fp8_bytes(replica: ReplicaCosts, rows: float, num: int, layer_passes: int) -> float:
@@ -220,7 +220,10 @@ def _matrix_bytes(replica: ReplicaCosts, num: int, layer_passes: int) -> float:
     if lora is None:
         return 0.0
     forwards, backwards = (layer_passes - 2, 1) if layer_passes > 1 else (1, 0)
-    traffic = num * forwards * 3 * width * sum(measured_matrices(replica.trained_shape)) if lora.dora else 0.0
+    traffic = 0.0
+    if lora.dora:
+        matrices = sum(measured_matrices(replica.trained_shape)) / replica.layout.tensor
+        traffic = num * forwards * 3 * width * matrices
     if lora.base is not None:
         matrices = sum(spec.numel for spec in layer_template(replica.shape) if spec.is_quantizable)
         traffic += num * (forwards + backwards) * (0.5 + width) * matrices
@@ -233,7 +236,7 @@ def _adapter_weights(replica: ReplicaCosts) -> float:
     With sequence parallelism tensor ranks divide the tokens where they have the same matrices.
     """
     if replica.token_share == 1:
-        return replica.trained_weights
+        return replica.trained_weights - inactive_parameters(replica.trained_shape) / replica.layout.pipe
     return num_parameters(replica.trained_shape) / replica.layout.pipe / replica.layout.tensor
 
 

@@ -281,7 +281,8 @@ class Costs:
             return Operands(replica, work.share(share), 1, trains=False)
         heaviest = (1.0 if edge is None else edge.imbalance) / replica.layout.num_copies
         if spec.verb == "infer":
-            return Operands(replica, work.share(heaviest), 1, trains=False)
+            share = dict(self.workload.shares).get(str(spec.option("mask")), 1.0)
+            return Operands(replica, work.share(heaviest * share), 1, trains=False)
         cut = self._cuts[node.name]
         minibatch = work.share(heaviest / cut.minibatches)
         return Operands(replica, minibatch, cut.minibatches * cut.epochs, trains=True)

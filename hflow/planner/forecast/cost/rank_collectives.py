@@ -30,9 +30,16 @@ from hflow.planner.forecast.cost.flops import (
     layers_parameters,
 )
 from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
-from hflow.planner.forecast.memory.rank import FP32_BYTES, stage_sizes
+from hflow.planner.forecast.memory.rank import FP32_BYTES, StageSizes, stage_sizes
 from hflow.shapes.layout import Layout, stage_layers
-from hflow.shapes.model_shape import ModelShape, equal_layers, expert_layers, layer_template
+from hflow.shapes.model_shape import (
+    MAGNITUDE,
+    A,
+    ModelShape,
+    equal_layers,
+    expert_layers,
+    layer_template,
+)
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
 Ranks = Literal[
@@ -181,7 +188,7 @@ def _adapter_exchanges(
     """Yield the exchanges of tensor ranks between the two matrices of adapters, r numbers for each token.
 
     Those of matrices that have the same input are exchanged together. Where ranks divide outputs, gradients
-    are summed; where they divide inputs, the numbers themselves.
+    are summed; where they divide inputs, the numbers themselves, and with DoRA the squares of rows.
     """
     row = work.rows / passes.num * replica.itemsize
     layers = stage_layers(replica.shape.num_layers, replica.layout.pipe)[stage]
@@ -190,13 +197,15 @@ def _adapter_exchanges(
         backward = passes.num * passes.backward * (last - first)
         sizes: dict[tuple[str, bool], int] = {}
         """(Attention or MLP, whether ranks divide inputs) -> numbers of a token."""
-        template = layer_template(replica.trained_shape, first)
-        for a, b in zip(template[::2], template[1::2], strict=True):
-            linear = a.name.split(".")[-4], a.split_axis is not None
-            sizes[linear] = sizes.get(linear, 0) + a.shape[0]
-            if b.may_repeat and _num_head_copies(replica) > 1:
-                head = b.numel // b.split_units * replica.itemsize
+        for spec in layer_template(replica.trained_shape, first):
+            if spec.name.endswith(A):
+                linear = spec.name.split(".")[-4], spec.split_axis is not None
+                sizes[linear] = sizes.get(linear, 0) + spec.shape[0]
+            elif spec.may_repeat and _num_head_copies(replica) > 1:
+                head = spec.numel // spec.split_units * replica.itemsize
                 yield Collectives("all-reduce", "head copies", head, backward)
+            if spec.name.endswith(MAGNITUDE) and spec.split_axis is None:
+                yield Collectives("all-reduce", "tensor", FP32_BYTES * spec.numel, forward)
         for (_, divides_inputs), size in sizes.items():
             scatters, gathers = (forward, backward) if divides_inputs else (backward, forward)
             if replica.token_share == 1:
@@ -289,11 +298,23 @@ def num_units(replica: ReplicaCosts) -> int:
 
 
 def _layer_weights(replica: ReplicaCosts) -> float:
-    """Return the mean elements of a layer that FSDP divides: not those of matrices in 4 bits."""
+    """Return the mean elements of a layer that FSDP divides, with adapters, without matrices in 4 bits."""
     lora, shape = replica.config.lora, replica.shape
-    if lora is None or lora.base is None:
+    if lora is None:
         return layer_parameters(shape)
-    return sum(spec.numel for spec in layer_template(replica.trained_shape))
+    adapters = _trained_sizes(replica).layers / shape.num_layers
+    return adapters if lora.base is not None else layer_parameters(shape) + adapters
+
+
+def _trained_sizes(replica: ReplicaCosts) -> StageSizes:
+    return stage_sizes(replica.trained_shape, replica.traits, replica.layout, 0)
+
+
+def _trained_units(replica: ReplicaCosts) -> int:
+    """Return the number of units whose gradients are summed: adapters may be in layers alone."""
+    units = num_units(replica)
+    is_frozen = replica.config.lora is not None and _trained_sizes(replica).rest == 0
+    return units - 1 if units > 1 and is_frozen else units
 
 
 def fsdp_gathers(replica: ReplicaCosts, passes: Passes) -> Iterator[Collectives]:
@@ -324,7 +345,7 @@ def fsdp_scatters(replica: ReplicaCosts, passes: Passes) -> Iterator[Collectives
     At ZeRO stage 1 there is one for all micro-batches.
     """
     if is_sharded(replica, "everything") and passes.backward:
-        units = num_units(replica)
+        units = _trained_units(replica)
         gradients = replica.trained_weights / units * replica.gradient_bytes
         times = units if replica.config.zero_stage == 1 else passes.num * units
         yield Collectives("reduce-scatter", _fsdp_ranks(replica), gradients, times)
@@ -333,7 +354,7 @@ def fsdp_scatters(replica: ReplicaCosts, passes: Passes) -> Iterator[Collectives
 def replicated_gradients(replica: ReplicaCosts, passes: Passes) -> Iterator[Collectives]:
     """Yield the sums of each shard's gradients over a replicate axis, once for all micro-batches."""
     if replica.layout.replicate > 1 and is_sharded(replica, "everything") and passes.backward:
-        units = num_units(replica)
+        units = _trained_units(replica)
         shard = replica.trained_weights / units / replica.layout.fsdp_size
         yield Collectives("all-reduce", "replicate", shard * replica.gradient_bytes, units)
 

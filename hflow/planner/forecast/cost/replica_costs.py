@@ -174,8 +174,14 @@ class ReplicaCosts:
 
     @cached_property
     def other_bytes(self) -> float:
-        """Bytes of a weight of the output matrix, and of a number in the KV cache."""
+        """Bytes of a weight of the output matrix."""
         return self.itemsize if self.has_low_layers_only else self.weight_bytes
+
+    @cached_property
+    def cache_bytes(self) -> float:
+        """Bytes of a number in the KV cache."""
+        asked = self.config.gen.cache_dtype
+        return LOW_BYTES[asked] if asked else self.other_bytes
 
     @cached_property
     def unquantized(self) -> ReplicaCosts:

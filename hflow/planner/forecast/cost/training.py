@@ -120,8 +120,8 @@ def local_weights(replica: ReplicaCosts) -> float:
 
 def num_microbatches(replica: ReplicaCosts, work: Work) -> int:
     """Return the number of micro-batches of a rank, whose tokens its context ranks divide."""
-    tokens = work.tokens * replica.layout.context
-    return max(1, math.ceil(tokens / replica.config.tokens_per_microbatch))
+    rows = work.rows * replica.layout.context
+    return max(1, math.ceil(rows / replica.config.tokens_per_microbatch))
 
 
 def _passes_by_kind(replica: ReplicaCosts, num_passes: int) -> tuple[int, int]:

@@ -14,10 +14,9 @@ from hflow.planner.forecast.memory.parts import Items, MicroBatch, item, largest
 from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
 from hflow.planner.plan.forecast import MemoryCategory
 from hflow.shapes.model_shape import (
-    MAGNITUDE,
     NF4_BLOCK,
-    A,
     ModelShape,
+    adapter_widths,
     expert_layers,
     layer_template,
     mean_mlp_rows,
@@ -31,9 +30,14 @@ average (`models/packed_attention.py`)."""
 CHUNK_BYTES, LOGITS_PER_TILE = 1 << 29, 1 << 22
 """Bytes of the logits that exist at once on a rank, and how many of them exist in fp32
 (`training/loop/logprobs.py`)."""
+BYTES_OF_REPEATED = 64
+"""Bytes of a repeated token's place in the sequences, in the tables of rows, and in what a body reads."""
 NUM_COPIED = 2
 """Inputs of layers, besides that of the one that computes, which are on their way to the host
 (`models/host_offload.py`)."""
+
+MEASURED = "matrix whose rows are measured"
+"""The memory item of what `measured_matrix` returns."""
 
 
 def kept_by_layer(rank: Rank, batch: MicroBatch, num_mlp: int = 4, num_routed: int = 2) -> int:
@@ -49,7 +53,13 @@ def kept_by_layer(rank: Rank, batch: MicroBatch, num_mlp: int = 4, num_routed: i
     hidden_rows, split_rows = kept_per_token(rank, pads=batch.pads, num_mlp=num_mlp)
     routed = num_routed * routed_per_token(rank)
     per_token = hidden_rows / rank.token_share + split_rows / rank.tensor + routed
-    return round(per_token * batch.tokens)
+    return round(per_token * batch.tokens) + repeated_keys(rank, batch)
+
+
+def repeated_keys(rank: Rank, batch: MicroBatch) -> int:
+    """Return the bytes of a layer's keys and values of shared prompts, for the other samples behind them."""
+    slots = SLOTS_PER_TOKEN if batch.pads and not rank.has_varlen_kernel else 1
+    return round(slots * 2 * rank.width * rank.key_value_size / rank.tensor * batch.repeated)
 
 
 def kept_by_adapters(rank: Rank, batch: MicroBatch) -> int:
@@ -59,17 +69,25 @@ def kept_by_adapters(rank: Rank, batch: MicroBatch) -> int:
     """
     if rank.config.lora is None:
         return 0
-    specs = layer_template(rank.trained_shape)
-    low = sum(spec.shape[0] for spec in specs if spec.name.endswith(A))
-    outputs = sum(spec.numel for spec in specs if spec.name.endswith(MAGNITUDE))
-    return rank.width * (low + outputs) * batch.tokens
+    sizes = adapter_widths(rank.trained_shape)
+    whole = sizes.magnitudes - sizes.split_magnitudes
+    outputs = whole / rank.token_share + sizes.split_magnitudes / rank.tensor
+    return round(rank.width * (sizes.low + outputs) * batch.tokens)
+
+
+def added_by_adapter(rank: Rank, tokens: int) -> int:
+    """Return the bytes of what an adapter of the MLP's first matrices adds, beside the sum."""
+    adapter = rank.trained_shape.adapter
+    if adapter is None or "up_proj" not in adapter.targets:
+        return 0
+    return rank.width * _most_mlp_rows(rank.shape) * tokens
 
 
 def measured_matrix(rank: Rank) -> int:
     """Return the bytes of the largest matrix whose rows DoRA measures, with its adapter; 0 without DoRA."""
     if rank.config.lora is None or not rank.config.lora.dora:
         return 0
-    return rank.width * max(measured_matrices(rank.trained_shape))
+    return rank.width * max(measured_matrices(rank.trained_shape)) // rank.tensor
 
 
 def whole_matrix(rank: Rank) -> int:
@@ -152,11 +170,16 @@ def inputs_in_host_memory(rank: Rank, batch: MicroBatch) -> int:
 
 
 def kept_outside_layers(rank: Rank, batch: MicroBatch) -> int:
-    """Return the bytes kept of the final norm, the rows that predict learned tokens, cos and sin."""
+    """Return the bytes kept of the final norm, the rows that predict learned tokens, cos and sin.
+
+    And of the mask behind shared prompts, and the tables of repeated tokens and their keys.
+    """
     shape, width = rank.shape, rank.width
     norm = _kept_by_norm(shape.hidden, width) * batch.tokens // rank.token_share
     learned = width * shape.hidden * batch.num_learned if shape.head == "lm" else 0
-    return norm + 2 * width * shape.head_dim * batch.tokens + learned
+    mask = 0 if rank.has_varlen_kernel else width * batch.mask
+    repeated = mask + BYTES_OF_REPEATED * batch.repeated
+    return norm + 2 * width * shape.head_dim * batch.tokens + learned + repeated
 
 
 def backward_buffers(rank: Rank, batch: MicroBatch, num_mlp: int = 2) -> int:
@@ -172,7 +195,21 @@ def backward_buffers(rank: Rank, batch: MicroBatch, num_mlp: int = 2) -> int:
     """
     copies = 0 if rank.shape.experts is None else 2 * rank.shape.experts.per_token
     hidden = rank.shape.hidden * ((1 if rank.token_share == 1 else 2) + copies)
-    return rank.width * (num_mlp * _most_mlp_rows(rank.shape) // rank.tensor + hidden) * batch.tokens
+    mlp = rank.width * (num_mlp * _most_mlp_rows(rank.shape) // rank.tensor + hidden) * batch.tokens
+    if not batch.repeated:
+        return mlp
+    return max(mlp, _attention_gradients(rank, batch))
+
+
+def _attention_gradients(rank: Rank, batch: MicroBatch) -> int:
+    """Return the bytes of the backward pass of attention behind shared prompts, beyond what is kept.
+
+    Gradients of the residual, of attention's output and of q, with a padded copy of each; and of keys and
+    values, which are summed over samples.
+    """
+    heads, kv = rank.query_size // rank.tensor, rank.key_value_size // rank.tensor
+    own = (rank.shape.hidden + 4 * heads + 2 * kv) * batch.tokens
+    return rank.width * (own + round(SLOTS_PER_TOKEN * 2 * kv * (batch.tokens + batch.repeated)))
 
 
 def tower_activations(rank: Rank, batch: MicroBatch) -> int:
@@ -248,10 +285,10 @@ def final_norm_buffers(rank: Rank, batch: MicroBatch) -> int:
     return 5 * FP32_BYTES * rank.shape.hidden * batch.tokens // rank.token_share
 
 
-def layer_without_gradient(rank: Rank, tokens: int, *, pads: bool) -> int:
+def layer_without_gradient(rank: Rank, tokens: int, *, pads: bool, repeated: int = 0) -> int:
     """Return the bytes of a layer's forward pass without gradient, with its input.
 
-    The largest of the norm, the attention and the MLP.
+    The largest of the norm, the attention and the MLP. `repeated` is that of a micro-batch.
     """
     shape, width = rank.shape, rank.width
     heads, kv = rank.query_size // rank.tensor, rank.key_value_size // rank.tensor
@@ -261,7 +298,8 @@ def layer_without_gradient(rank: Rank, tokens: int, *, pads: bool) -> int:
     in_attention = width * (3 * shape.hidden + rows + 2 * shape.head_dim)
     copies = 0 if shape.experts is None else shape.experts.per_token
     in_mlp = width * (3 * _most_mlp_rows(shape) // rank.tensor + (4 + copies) * shape.hidden)
-    return max(in_norm, in_attention, in_mlp) * tokens
+    keys = round((SLOTS_PER_TOKEN if pads else 1) * 2 * kv * width * repeated)
+    return max(max(in_norm, in_mlp) * tokens, in_attention * tokens + keys)
 
 
 def logits(rank: Rank, batch: MicroBatch, num_tiles: int) -> int:

@@ -14,6 +14,8 @@ from hflow.planner.plan.optimizers import CHUNK, optimizer_traits
 STEP_BUFFERS = 4 * FP32_BYTES * CHUNK
 """Bytes of the host for two chunks of weights and gradients that it updates
 (`training/optimizers/adamw_cpu/optimizer.py`)."""
+_STATES = ItemKey(MemoryCategory.OPTIMIZER.value, MemoryCategory.OPTIMIZER)
+"""The optimizer's states among the items of a model."""
 Use = Literal["nothing", "weights", "everything"]
 """What a phase needs of a model: an infer node its weights, a train node the optimizer's state too."""
 
@@ -31,34 +33,22 @@ _USED: dict[Use, frozenset[MemoryCategory]] = {
 
 def on_device(rank: Rank, state: Items, use: Use) -> Items:
     """Return the items of a model's state that are on a device in a phase that needs some of it."""
-    away = _OFFLOADED[rank.config.offload] - _USED[use]
-    if _steps_on_host(rank):
-        away |= {MemoryCategory.OPTIMIZER}
-    return Items({key: size for key, size in state.items() if key.category not in away})
+    away, on_host = _OFFLOADED[rank.config.offload] - _USED[use], _only_on_host(rank)
+    return Items(
+        {key: size for key, size in state.items() if key.category not in away and key not in on_host}
+    )
 
 
 def in_host_memory(rank: Rank) -> Items:
     """Return the host memory of a rank's offloaded state. It is kept while the state is on the device.
 
     The states of an optimizer that steps on the host are only there.
-
-    Gradients have no values between steps, so they are freed and not copied.
     """
-    is_stepped = _steps_on_host(rank)
-    if rank.config.offload == "none" and not is_stepped:
-        return Items()
-    state = training_backend(rank.replica.backend).memory.model_state(rank)
-    kept = _OFFLOADED[rank.config.offload] - {MemoryCategory.GRADIENTS}
-    kept |= {MemoryCategory.OPTIMIZER} if is_stepped else set()
-    size = STEP_BUFFERS if is_stepped else 0
-    buffers = item(MemoryCategory.OPTIMIZER, size, "buffers of updates in host memory")
-    return buffers + Items(
-        {
-            ItemKey(f"{key.name} in host memory", key.category): size
-            for key, size in state.items()
-            if key.category in kept
-        }
-    )
+    items = _offloaded(rank) + Items({_there(key): size for key, size in _only_on_host(rank).items()})
+    if _steps_on_host(rank):
+        num_bytes = STEP_BUFFERS * rank.num_optimizers
+        items += item(MemoryCategory.OPTIMIZER, num_bytes, "buffers of updates in host memory")
+    return items
 
 
 def moved_bytes(rank: Rank, use: Use, *, changes: bool) -> int:
@@ -69,9 +59,38 @@ def moved_bytes(rank: Rank, use: Use, *, changes: bool) -> int:
         use: the part of the state that is needed.
         changes: whether values change, so that they are copied back afterwards.
     """
-    used = _USED[use] - ({MemoryCategory.OPTIMIZER} if _steps_on_host(rank) else set())
-    needed = sum(size for key, size in in_host_memory(rank).items() if key.category in used)
+    needed = sum(size for key, size in _offloaded(rank).items() if key.category in _USED[use])
     return needed * (2 if changes else 1)
+
+
+def _offloaded(rank: Rank) -> Items:
+    """Return the items that move between device and host.
+
+    Gradients have no values between steps, so they are freed and not copied.
+    """
+    if rank.config.offload == "none":
+        return Items()
+    kept, on_host = _OFFLOADED[rank.config.offload] - {MemoryCategory.GRADIENTS}, _only_on_host(rank)
+    return Items(
+        {
+            _there(key): size
+            for key, size in _state(rank).items()
+            if key.category in kept and key not in on_host
+        }
+    )
+
+
+def _only_on_host(rank: Rank) -> Items:
+    """Return the states of an optimizer that steps on the host. Weights in fp32 are on the device."""
+    return Items({_STATES: _state(rank)[_STATES]} if _steps_on_host(rank) else {})
+
+
+def _state(rank: Rank) -> Items:
+    return training_backend(rank.replica.backend).memory.model_state(rank)
+
+
+def _there(key: ItemKey) -> ItemKey:
+    return ItemKey(f"{key.name} in host memory", key.category)
 
 
 def _steps_on_host(rank: Rank) -> bool:

@@ -2,7 +2,8 @@
 
 `Items` are named bytes that add up. A micro-batch is the largest one of a train or infer node, by the bounds
 of its batch. Bounds and not means are used, so that a plan that is accepted fits for the longest samples that
-the run allows. A prompt that a group shares counts for every sample, as the group may be split.
+the run allows. A prompt that a group shares counts once where the budget does, and its keys and values for
+every sample.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hflow.planner.plan.forecast import MemoryCategory
 from hflow.planner.plan.rows import BatchCut, Plan, ScheduledStream
 from hflow.planner.plan.workload import Workload
 from hflow.planner.weights.sharding import padded_units
-from hflow.shapes.model_shape import nf4_bytes
+from hflow.shapes.model_shape import CACHE_BYTES, nf4_bytes
 from hflow.types import Unit
 
 if TYPE_CHECKING:
@@ -73,17 +74,22 @@ class MicroBatch:
     """The samples that a dp rank computes at once."""
 
     tokens: int
-    """T, packed."""
+    """U: tokens that are computed. T without repeated prompt prefixes."""
     num_learned: int
     """N: the tokens whose logits are needed. With `observed=`, these may be all."""
     num: int
     """Micro-batches of a minibatch."""
     pads: bool
-    """Whether its sequences may have different lengths."""
+    """Whether its sequences may have different lengths, or share a prompt."""
     patches: int = 0
     """Patches of its distinct images, which pass the tower."""
     image_tokens: int = 0
     """Tokens that these are merged into."""
+    repeated: int = 0
+    """T - U: tokens of shared prompts whose keys and values attention has again for another sample. With
+    context ranks, all of them have these."""
+    mask: int = 0
+    """Entries of the mask of samples behind such prompts, for a kernel that needs one."""
 
     def divided(self, num_ranks: int) -> MicroBatch:
         """Return the part of one of several context ranks, which divide the tokens of every sequence."""
@@ -92,12 +98,13 @@ class MicroBatch:
 
 
 def largest_microbatch(
-    plan: Plan, node: Node, workload: Workload, config: ModelConfig, data: int
+    plan: Plan, node: Node, workload: Workload, config: ModelConfig, data: int, *, shares_prompts: bool = True
 ) -> MicroBatch:
     """Return the largest micro-batch of a dp rank at a node.
 
     It fills the token budget. It has at least one unit of the greatest length (a sequence, or a group that is
-    not split), and at most the rank's share of a minibatch.
+    not split), and at most the rank's share of a minibatch. Prompts are repeated most where each response has
+    one token.
 
     Args:
         plan: the source of the node's minibatches and the size of groups.
@@ -105,6 +112,7 @@ def largest_microbatch(
         workload: lengths of the node's root stream.
         config: the source of the token budget.
         data: dp ranks that share a minibatch.
+        shares_prompts: whether the backend computes a group's prompt once. Images are not taken to be shared.
     """
     stream = plan.schedule.streams[0]
     group_size = root_stream(plan.graph, node).group
@@ -120,14 +128,19 @@ def largest_microbatch(
     if images is not None:  # most of them where each response has one token and belongs to another prompt
         fitting = max(1, tokens // (workload.prompt + 1))
         num_images = images.count * min(fitting, num_groups, num_samples)
-    share_of_outputs = workload.max_response if node.spec.option("observed") is None else longest
+    prompt, size = workload.prompt, group_size if shares_prompts and images is None else 1
+    outputs = workload.max_response if node.spec.option("observed") is None else longest
+    num_learned = -(-tokens * size * outputs // (prompt + size * workload.max_response))
+    repeated = min(share - tokens, tokens * prompt * (size - 1) // (prompt + size))
     return MicroBatch(
         tokens=tokens,
-        num_learned=-(-tokens * share_of_outputs // longest),
+        num_learned=min(num_learned, tokens, num_samples * outputs),
         num=-(-share // tokens),
-        pads=workload.response_cv > 0,
+        pads=workload.response_cv > 0 or repeated > 0,
         patches=0 if images is None else num_images * images.load.patches,
         image_tokens=0 if images is None else num_images * images.load.tokens,
+        repeated=repeated,
+        mask=workload.max_response * longest if repeated else 0,
     )
 
 
@@ -239,6 +252,7 @@ def cache_bytes_per_token(rank: Rank) -> int:
 
     The vectors of latent attention are those of all heads, so every tensor rank holds them.
     """
+    width = CACHE_BYTES[rank.config.gen.cache_dtype or rank.config.compute_dtype]
     if rank.shape.latent is not None:
-        return rank.width * rank.sizes.num_layers * rank.shape.latent.cached
-    return 2 * rank.width * rank.sizes.num_layers * rank.key_value_size // rank.tensor
+        return width * rank.sizes.num_layers * rank.shape.latent.cached
+    return 2 * width * rank.sizes.num_layers * rank.key_value_size // rank.tensor

@@ -78,7 +78,10 @@ class MemoryContext:
         """Return the largest micro-batch that a rank computes at a node."""
         graph_node = self.plan.graph.node(node)
         workload = self.workloads[root_stream(self.plan.graph, graph_node).name]
-        batch = largest_microbatch(self.plan, graph_node, workload, rank.config, rank.data)
+        batch = largest_microbatch(
+            *(self.plan, graph_node, workload, rank.config, rank.data),
+            shares_prompts=rank.traits.shares_prompts,
+        )
         return batch.divided(rank.replica.layout.context)
 
     def verb(self, node: str) -> str:

@@ -128,6 +128,11 @@ class Rank:
         shared = math.ceil((of_matrix * matrices + of_other * others) / layout.num_copies)
         return shared + math.ceil(of_matrix * sizes.experts / layout.num_expert_copies)
 
+    @property
+    def num_optimizers(self) -> int:
+        """Number of the rank's optimizers: experts that ranks divide have one of their own."""
+        return 1 + (self.replica.layout.expert > 1 and self.trained.experts > 0)
+
     @cached_property
     def sends_matrices(self) -> bool:
         """Whether its updates depend on whole matrices, of which other ranks hold parts."""
@@ -151,14 +156,13 @@ class Rank:
         Megatron leaves a weight that is small whole on one data rank, and has two matrices in some.
         """
         layout, most = self.replica.layout, 0
-        for spec in tensors(self.trained_shape):
-            is_matrix = _is_layer_matrix(spec)
+        for num, has_experts, is_matrix in _kinds_of_tensors(self.trained_shape):
             if any(state.num_bytes < FP32_BYTES for state in states_of(self.config.optim, is_matrix)):
                 if self.traits.shards_weights:
-                    part = -(-spec.numel // layout.fsdp_size)
+                    part = -(-num // layout.fsdp_size)
                 else:
-                    num_parts = layout.tensor * (layout.expert if spec.num_experts > 1 else 1)
-                    part = (1 + is_matrix) * -(-spec.numel // num_parts)
+                    num_parts = layout.tensor * (layout.expert if has_experts else 1)
+                    part = (1 + is_matrix) * -(-num // num_parts)
                 most = max(most, part)
         return most
 
@@ -359,6 +363,12 @@ def layer_matrices(shape: ModelShape) -> Counter[tuple[int, int, bool]]:
             rows, columns = spec.shape[-2:]
             counted[rows, columns, spec.num_experts > 1] += num * spec.num_experts
     return counted
+
+
+@lru_cache(maxsize=256)
+def _kinds_of_tensors(shape: ModelShape) -> frozenset[tuple[int, bool, bool]]:
+    """Return the entries of each tensor, whether it has experts, and whether it is a matrix of a layer."""
+    return frozenset((s.numel, s.num_experts > 1, _is_layer_matrix(s)) for s in tensors(shape))
 
 
 def num_in_matrices(shape: ModelShape) -> int:

@@ -34,6 +34,11 @@ def assumption_lines(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield a label and a line for each number that estimates use."""
     for stream, lengths in plan.forecast.workload:
         yield f"lengths of {stream}", lengths_text(lengths)
+    shares = dict(plan.forecast.workload[0][1].shares) if plan.forecast.workload else {}
+    for node in plan.graph.nodes:
+        mask = node.spec.option("mask") if node.spec.verb == "infer" else None
+        if mask is not None:
+            yield f"samples of {node.name}", share_text(mask, shares.get(mask))
     for part, kind in zip(plan.cluster.parts or (plan.cluster,), plan.hardware.kinds, strict=True):
         yield from _hardware(kind, part)
 
@@ -50,6 +55,13 @@ def lengths_text(lengths: Workload) -> str:
         else "set by workload, or measured by the run of calibrate"
     )
     return f"{tokens} {spread}; {origin}"
+
+
+def share_text(mask: str, share: float | None) -> str:
+    """Return the fraction of samples that an infer node with `mask=` is assumed to compute."""
+    if share is None:
+        return f"all, though it computes only what {mask} marks; set workload.shares.{mask} to their fraction"
+    return f"{format_share(share)}, which {mask} marks, set by workload.shares; memory is for all of them"
 
 
 def _hardware(hardware: Hardware, cluster: ClusterSpec) -> Iterator[tuple[str, str]]:

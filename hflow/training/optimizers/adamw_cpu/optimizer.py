@@ -9,6 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hflow.base.devices import is_gpu
+from hflow.models.host_copy import HostCopies
 from hflow.planner.plan.optimizers import CHUNK
 from hflow.training.optimizers.adamw.optimizer import update_adamw
 from hflow.training.optimizers.base import BaseOptimizer
@@ -27,6 +28,8 @@ class GroupAdamWCpu(BaseOptimizer):
     def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
         """Take groups of parameters, and options of AdamW."""
         super().__init__(groups, **options)
+        self._memory = HostCopies()
+        """Host memory of the moments. What torch pins it rounds up to a power of two."""
         self._buffers: list[Tensor] = []
         """Each has room for the weights and the gradients of a chunk."""
 
@@ -74,7 +77,6 @@ class GroupAdamWCpu(BaseOptimizer):
     def states_of(self, weight: Tensor) -> tuple[Tensor, ...]:
         state = self.state[weight]
         if not state:
-            is_pinned = is_gpu(weight.device.type)
             for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.zeros(weight.shape, device="cpu", pin_memory=is_pinned)
+                state[name] = self._memory.empty(weight.shape, torch.float32, weight.device).zero_()
         return state["exp_avg"], state["exp_avg_sq"]

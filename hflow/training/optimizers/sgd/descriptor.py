@@ -31,9 +31,9 @@ OPTIMIZER = OptimizerKind(
     summary="Stochastic gradient descent, with momentum (Sutskever et al. 2013).",
     traits=OptimizerTraits(
         states=_states,
-        # As AdamW: the weight and a momentum are read and written, the gradient is read (20), and norm and
-        # clipping (12).
-        step_bytes=32,
+        # As AdamW: the weight and a momentum are read and written, the gradient is read (20), the weight is
+        # multiplied by its decay (8), and norm and clipping (12).
+        step_bytes=40,
         options=("momentum", "nesterov"),
     ),
     build=_build,

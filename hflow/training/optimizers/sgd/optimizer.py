@@ -32,17 +32,20 @@ class GroupSGD(BaseOptimizer):
 
     @override
     def _step(self, group: dict[str, Any], weights: list[Tensor], gradients: list[Tensor]) -> None:
-        steps = gradients
-        if self._momentum:
-            sums = [self.states_of(weight)[0] for weight in weights]
-            torch._foreach_mul_(sums, self._momentum)
-            torch._foreach_add_(sums, gradients)
-            if self._nesterov:
-                torch._foreach_add_(gradients, sums, alpha=self._momentum)
-            else:
-                steps = sums
-        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(weights, steps, alpha=-group["lr"])
+        if group["weight_decay"]:
+            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        torch._fused_sgd_(
+            weights,
+            gradients,
+            [self.states_of(weight)[0] for weight in weights] if self._momentum else [],
+            weight_decay=0.0,  # it would be added to the gradient
+            momentum=self._momentum,
+            lr=group["lr"],
+            dampening=0.0,
+            nesterov=self._nesterov,
+            maximize=False,
+            is_first_step=False,
+        )
 
     @override
     def states_of(self, weight: Tensor) -> tuple[Tensor, ...]:

@@ -1,12 +1,13 @@
-"""Held-out accuracy by step of the additions, loss by loss.
+"""Held-out accuracy by step of the additions: by loss, and by what is trained and how.
 
-    python -m benchmarks.accuracy.loss_curves runs.jsonl --seeds 0 1
-    python -m benchmarks.accuracy.loss_curves runs.jsonl --summarize
+    python -m benchmarks.accuracy.accuracy_curves runs.jsonl --seeds 0 1
+    python -m benchmarks.accuracy.accuracy_curves runs.jsonl --summarize
 
 Policies: `recipes/grpo.py` with 32 prompts x 8 samples a step, and another node in the place of
-`nodes.actor_train`. Preferences: `recipes/dpo.py` with another `nodes.dpo.loss`. All else is that of the
-recipe, the learning rate too, from the checkpoint that comes with hflow. Each finished run is a line of
-`runs.jsonl`, so that a sweep that is killed continues. The figure needs matplotlib.
+`nodes.actor_train`. Preferences: `recipes/dpo.py` with another `nodes.dpo.loss`. Updates: the first of the
+policies with another optimizer, or with adapters. All else is that of the recipe, the learning rate too but
+for adapters, from the checkpoint that comes with hflow. Each finished run is a line of `runs.jsonl`, so that
+a sweep that is killed continues. The figure needs matplotlib.
 """
 
 from __future__ import annotations
@@ -26,21 +27,39 @@ from benchmarks.lib import harness
 ROOT = Path(__file__).parents[2]
 POLICIES = ("actor_train", "cispo_train", "sapo_train", "vespo_train", "high_entropy_train")
 PREFERENCES = ("sigmoid", "ipo", "hinge", "nca_pair", "apo_zero")
-STEPS = {"policies": 100, "preferences": 150}
+LORA = ("models.actor.lora={r: 16, alpha: 32}", "models.actor.optim.lr=3e-3")
+DORA, MEGATRON = (*LORA, "models.actor.lora.dora=true"), "models.actor.backend=megatron"
+UPDATES = {
+    "adamw": (),
+    "muon": ("models.actor.optim.name=muon",),
+    "lora": LORA,
+    "lora, megatron": (*LORA, MEGATRON),
+    "dora": DORA,
+    "dora, megatron": (*DORA, MEGATRON),
+}
+"""What is trained and how -> settings. With AdamW it is the first of the policies."""
+TASKS: dict[str, dict[str, tuple[str, ...]]] = {
+    "policies": dict.fromkeys(POLICIES, ()),
+    "preferences": {loss: (f"nodes.dpo.loss={loss}",) for loss in PREFERENCES},
+    "updates": UPDATES,
+}
+STEPS = {"policies": 100, "preferences": 150, "updates": 100}
 
 
-def run(task: str, loss: str, seed: int) -> list[tuple[int, float]]:
-    """Run a recipe with a loss and return its accuracy by step."""
-    name = {"policies": "grpo", "preferences": "dpo"}[task]
+def run(task: str, case: str, seed: int) -> list[tuple[int, float]]:
+    """Run a recipe and return its accuracy by step."""
+    name = "dpo" if task == "preferences" else "grpo"
     with tempfile.TemporaryDirectory() as out:
         recipe = Path(out) / f"{name}.py"
         text = (ROOT / "recipes" / f"{name}.py").read_text()
-        recipe.write_text(text.replace("nodes.actor_train, actor", f"nodes.{loss}, actor"))
+        node = case if task == "policies" else "actor_train"
+        recipe.write_text(text.replace("nodes.actor_train, actor", f"nodes.{node}, actor"))
         recipe.with_suffix(".yaml").write_text((ROOT / "recipes" / f"{name}.yaml").read_text())
-        settings = {"policies": ["batch=32"], "preferences": [f"nodes.dpo.loss={loss}"]}[task]
+        settings = ["batch=32"] if name == "grpo" else []
         settings += ["workers=inproc", "cluster=cpu-1x1", f"out={out}", f"seed={seed}", "save_every=100000"]
         settings += [f"steps={STEPS[task]}", f"nodes.eval_gen.every={STEPS[task] // 5}"]
-        command = [sys.executable, "-m", "hflow", "run", str(recipe), "--plain", *settings]
+        changed = {setting.partition("=")[0]: setting for setting in (*settings, *TASKS[task][case])}
+        command = [sys.executable, "-m", "hflow", "run", str(recipe), "--plain", *changed.values()]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, env=env)
         (metrics,) = Path(out).glob("*/2*/metrics.jsonl")
@@ -49,11 +68,11 @@ def run(task: str, loss: str, seed: int) -> list[tuple[int, float]]:
 
 
 def means(lines: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the accuracy of each loss of a task by step, as the mean over seeds, and all at the end."""
+    """Return the accuracy of each case of a task by step, as the mean over seeds, and all at the end."""
     found = {}
-    for loss in dict.fromkeys(line["loss"] for line in lines):
-        curves = [line["accuracy"] for line in lines if line["loss"] == loss]
-        found[loss] = {
+    for case in dict.fromkeys(line["case"] for line in lines):
+        curves = [line["accuracy"] for line in lines if line["case"] == case]
+        found[case] = {
             "steps": [step for step, _ in curves[0]],
             "accuracy": [round(statistics.fmean(y for _, y in at), 4) for at in zip(*curves, strict=True)],
             "at_the_end": [curve[-1][1] for curve in curves],
@@ -68,10 +87,11 @@ def draw(summary: dict[str, dict[str, Any]], path: Path) -> None:
     matplotlib.use("svg")
     from matplotlib import pyplot as plt
 
-    figure, panels = plt.subplots(1, len(summary), figsize=(11.0, 3.8), layout="constrained", sharey=True)
-    for axes, (task, losses) in zip(panels, summary.items(), strict=True):
-        for loss, curve in losses.items():
-            axes.plot(curve["steps"], curve["accuracy"], label=loss)
+    figure, panels = plt.subplots(1, len(summary), figsize=(15.0, 3.8), layout="constrained", sharey=True)
+    for axes, (task, cases) in zip(panels, summary.items(), strict=True):
+        for case, curve in cases.items():
+            style = "--" if "megatron" in case else "-"
+            axes.plot(curve["steps"], curve["accuracy"], label=case, linestyle=style)
         axes.set(xlabel="step", title=f"held-out accuracy, {task}")
         axes.grid(alpha=0.3)
         axes.legend()
@@ -86,15 +106,17 @@ def main() -> None:
     args = parser.parse_args()
     lines = harness.read_lines(args.runs)
     for seed in [] if args.summarize else args.seeds:
-        for task, losses in (("policies", POLICIES), ("preferences", PREFERENCES)):
-            for loss in losses:
-                key = {"task": task, "loss": loss, "seed": seed}
+        for task, cases in TASKS.items():
+            for case in cases:
+                key = {"task": task, "case": case, "seed": seed}
                 if not any(key.items() <= line.items() for line in lines):
-                    lines.append({**key, "accuracy": run(task, loss, seed)})
+                    lines.append({**key, "accuracy": run(task, case, seed)})
                     harness.append_line(args.runs, lines[-1])
                     print(key, lines[-1]["accuracy"], flush=True)
     summary = {task: means([line for line in lines if line["task"] == task]) for task in STEPS}
-    path = harness.write("loss-curves", {"what": __doc__.splitlines()[0], "summary": summary, "runs": lines})
+    path = harness.write(
+        "accuracy-curves", {"what": __doc__.splitlines()[0], "summary": summary, "runs": lines}
+    )
     draw(summary, path.with_suffix(".svg"))
     print(json.dumps(summary, indent=1), path, sep="\n")
 

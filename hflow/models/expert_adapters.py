@@ -1,0 +1,137 @@
+"""Low-rank adapters of a layer's experts: every matrix of every expert has its own.
+
+transformers has the gates and ups of all experts in one parameter `[N, 2F, D]`, and the downs in another one,
+`[N, D, F]`. Each matrix W of a parameter computes `W x + scale * B A x`, so a gate and its up share A, as in
+peft (`target_parameters`). peft adds B A to all matrices in every forward pass; here tokens pass A and B.
+
+Axes: N experts, F rows of an expert, D hidden, I inputs, O outputs, r rank, U computed tokens, K experts of a
+token, R = U K rows, which are sorted by expert.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers.integrations.moe import _grouped_linear
+
+from hflow.shapes.model_shape import EXPERT_TARGETS, A, B
+
+_ALIGNMENT = 16
+"""Rows of the matrices of a grouped product begin at multiples of this many bytes."""
+_MODULE = "experts."
+"""The module that has `EXPERT_TARGETS`, as their names begin."""
+
+
+class ExpertAdapter(nn.Module):
+    """The adapters of one parameter of experts, `[N, O, I]`: A is drawn, and B is 0."""
+
+    def __init__(self, shape: Sequence[int], r: int, scale: float) -> None:
+        """Allocate fp32 weights.
+
+        Args:
+            shape: the parameter's shape.
+            r: the adapters' rank.
+            scale: the factor of the adapters' output.
+        """
+        super().__init__()
+        num_experts, num_outputs, num_inputs = shape
+        self.lora_A = nn.Parameter(torch.empty(num_experts, r, num_inputs))
+        self.lora_B = nn.Parameter(torch.zeros(num_experts, num_outputs, r))
+        nn.init.kaiming_uniform_(self.lora_A.detach().flatten(0, 1), a=math.sqrt(5))  # as peft does
+        self._scale = scale
+        self._disable_adapters = False  # as peft's modules have it
+
+    def forward(self, x: Tensor, ends: Tensor, output: Tensor) -> Tensor:
+        """Add the adapters' output to that of the matrices, in place.
+
+        Args:
+            x: `[R, I]`.
+            ends: int32 `[N]`, the row after the last one of each expert.
+            output: `[R, O]`.
+        """
+        if self._disable_adapters:
+            return output
+        a: Tensor = self.lora_A
+        b: Tensor = self.lora_B
+        if unused := -a.shape[1] % (_ALIGNMENT // a.element_size()):
+            a, b = pad(a, (0, 0, 0, unused)), pad(b, (0, unused))
+        return output.add_(_grouped_linear(self._scale * _grouped_linear(x, a, ends), b, ends))
+
+
+def experts_of(model: nn.Module) -> list[Any]:
+    """Return the modules with experts that can have adapters: without biases, and `[N, O, I]`."""
+    return [
+        module
+        for path, module in model.named_modules()
+        if f".{path}.".endswith(f".{_MODULE}")
+        and all(hasattr(module, target.removeprefix(_MODULE)) for target in EXPERT_TARGETS)
+        and not getattr(module, "has_bias", True)
+        and not getattr(module, "is_transposed", True)
+    ]
+
+
+def add_expert_adapters(model: nn.Module, targets: Iterable[str], r: int, scale: float) -> None:
+    """Add adapters to experts in place, on the CPU.
+
+    Args:
+        model: the HF model.
+        targets: some of `EXPERT_TARGETS`.
+        r: the adapters' rank.
+        scale: the factor of the adapters' output.
+    """
+    names = [target.removeprefix(_MODULE) for target in EXPERT_TARGETS if target in set(targets)]
+    for experts in experts_of(model) if names else ():
+        experts.adapters = nn.ModuleDict(
+            {name: ExpertAdapter(getattr(experts, name).shape, r, scale) for name in names}
+        )
+        experts.forward = partial(_forward, experts)
+
+
+def _forward(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Compute experts with adapters, as `grouped_mm_experts_forward` of transformers does without.
+
+    Args:
+        experts: the module.
+        hidden: `[U, D]`.
+        index: each token's experts, `[U, K]`.
+        weights: by which the outputs of these are multiplied, `[U, K]`.
+    """
+    per_token = index.shape[1]
+    chosen, order = index.flatten().sort()
+    numbers = torch.arange(len(experts.gate_up_proj), device=chosen.device)
+    ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)
+
+    def multiply(x: Tensor, name: str) -> Tensor:
+        output: Tensor = _grouped_linear(x, getattr(experts, name), ends)
+        return experts.adapters[name](x, ends, output) if name in experts.adapters else output
+
+    activated = experts._apply_gate(multiply(hidden[order // per_token], "gate_up_proj"))
+    rows = multiply(activated, "down_proj") * weights.flatten()[order, None]
+    return rows[order.argsort()].view(len(index), per_token, -1).sum(1).to(hidden.dtype)
+
+
+def as_in_peft(name: str, x: Tensor, targets: Sequence[str]) -> tuple[str, Tensor]:
+    """Return an adapter's name and values as peft saves them: `[N r, I]`, or `[O, r N]`.
+
+    peft wraps the module once for each parameter, the first one innermost.
+
+    Args:
+        name: the adapter's name, such as `model.layers.0.mlp.experts.down_proj.lora_A.weight`.
+        x: `[N, r, I]` or `[N, O, r]`.
+        targets: members of `EXPERT_TARGETS` that have adapters; adapters of others stay as they are.
+    """
+    end = A if name.endswith(A) else B
+    path = name.removesuffix(f".{end}")
+    target = next((target for target in targets if path.endswith(f".{target}")), None)
+    if target is None:
+        return name, x
+    wrappers = [one for one in EXPERT_TARGETS if one in targets]
+    inner = "base_layer." * (len(wrappers) - 1 - wrappers.index(target))
+    values = x.flatten(0, 1) if end == A else x.permute(1, 2, 0).flatten(1)
+    return f"{path.removesuffix(target)}{_MODULE}{inner}{end}", values
