@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from hflow.base.errors import BackendError
 from hflow.base.files import read_json_object
+from hflow.models.expert_tensors import file_shapes
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -48,16 +49,18 @@ def open_weight_files(path: Path, files: ExitStack) -> dict[str, Any]:
     return found
 
 
-def check_weight_files(path: Path, expected: Mapping[str, tuple[int, ...]]) -> None:
+def check_weight_files(path: Path, family: str, expected: Mapping[str, tuple[int, ...]]) -> None:
     """Check that a checkpoint can be read and has the model's tensors.
 
     Args:
         path: the checkpoint's directory.
-        expected: the shape of each tensor of the checkpoint; empty if they are not known.
+        family: `model_type` of the model.
+        expected: the shape of each tensor under hflow's names; empty if they are not known.
 
     Raises:
         BackendError: for weights that cannot be read, or that do not fit.
     """
+    expected = file_shapes(family, expected)
     with ExitStack() as files:
         stored = {name: tuple(opened.get_shape()) for name, opened in open_weight_files(path, files).items()}
     if any(name.startswith("model.layers.") for name in stored):  # else a backbone, whose names are shorter

@@ -238,9 +238,10 @@ def _low_precision(basis: Basis) -> Iterator[tuple[str, Mapping[str, str]]]:
         return
     changes = "would be faster in FP8, which changes results"
     for engine in basis.engines:
-        model, config = engine.replica.partition("@")[0], request.model(engine.replica.partition("@")[0])
-        if config.gen.quantization is None and "fp8" in traits(engine.engine).quantizations:
-            yield f"{engine.replica} {changes}", {f"models.{model}.gen.quantization": "fp8"}
+        model = engine.replica.partition("@")[0]
+        for setting, precision in traits(engine.engine).precisions:
+            if getattr(request.model(model).gen, setting) is None:
+                yield f"{engine.replica} {changes}", {f"models.{model}.gen.{setting}": precision}
     for model in trained_models(basis.graph):
         if (recipe := _fp8_recipe(model, request)) is not None:
             yield f"{model}@train {changes}", {f"models.{model}.fp8": recipe}

@@ -26,7 +26,6 @@ def _make_model(*args: Any) -> Any:
 def _check_model(settings: ModelSettings, config: PreTrainedConfig) -> None:
     """Check the packages and the checkpoint's tensors once, before workers start."""
     from hflow.models.adapter import check_installed
-    from hflow.models.expert_tensors import file_shapes
     from hflow.models.hf_config import translate_errors
     from hflow.models.weight_files import check_weight_files
 
@@ -38,7 +37,7 @@ def _check_model(settings: ModelSettings, config: PreTrainedConfig) -> None:
     if settings.head != "lm":
         expected.pop("lm_head.weight", None)
     with translate_errors(settings.name):
-        check_weight_files(Path(settings.path), file_shapes(config.model_type, expected))
+        check_weight_files(Path(settings.path), config.model_type, expected)
 
 
 BACKEND = Backend(
