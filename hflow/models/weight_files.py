@@ -11,7 +11,6 @@ from safetensors import SafetensorError, safe_open
 
 from hflow.base.errors import BackendError
 from hflow.base.files import read_json_object
-from hflow.models.expert_tensors import file_shapes
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -60,6 +59,8 @@ def check_weight_files(path: Path, family: str, expected: Mapping[str, tuple[int
     Raises:
         BackendError: for weights that cannot be read, or that do not fit.
     """
+    from hflow.models.expert_tensors import file_shapes  # imports torch
+
     expected = file_shapes(family, expected)
     with ExitStack() as files:
         stored = {name: tuple(opened.get_shape()) for name, opened in open_weight_files(path, files).items()}

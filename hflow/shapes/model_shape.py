@@ -477,7 +477,7 @@ class AdapterWidths(NamedTuple):
     magnitudes: float
     """Outputs that are scaled (DoRA)."""
     split_magnitudes: float
-    """Those of them that tensor ranks divide."""
+    """Scaled outputs that tensor ranks divide."""
 
 
 @lru_cache

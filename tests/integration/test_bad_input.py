@@ -94,7 +94,7 @@ def test_the_listed_cases_are_among_those_that_run(all_cases: Sequence[Case]):
 
 
 NUMBERS = [
-    *number_keys(RunConfig),
+    *((f"{key}.kept" if key == "workload.shares" else key, whole) for key, whole in number_keys(RunConfig)),
     *((f"models.actor.{key}", whole) for key, whole in number_keys(ModelConfig)),
     *((f"data.train.{key}", whole) for key, whole in number_keys(DataConfig)),
 ]

@@ -363,7 +363,8 @@ def test_a_model_by_name_has_the_published_number_of_parameters(name: str, count
 def test_other_families_have_the_published_numbers_of_parameters(name, counts):
     total, active = counts
     shape = requested(GRPO, f"model@models.actor={name}", "models.actor.path=null").shapes["actor"]
-    assert knows_tensors(shape) == (shape.family in ("qwen3_moe", "gemma3_text"))
+    known = ("qwen3_moe", "gemma3_text", "mixtral", "deepseek_v3", "glm4_moe")
+    assert knows_tensors(shape) == (shape.family in known)
     assert num_parameters(shape) == pytest.approx(total, rel=0.01)
     if active is None:
         assert active_parameters(shape) == num_parameters(shape)
@@ -375,10 +376,10 @@ def test_other_families_have_the_published_numbers_of_parameters(name, counts):
 
 
 def test_a_model_that_is_only_planned_is_not_run():
-    large = ["model@models.actor=mixtral-8x7b", "models.actor.path=null", "models.actor.backend=megatron"]
-    compiled = compile_recipe(GRPO, [*large, "cluster=h100-4x8", "models.actor.gen.engine=vllm"])
+    large = ["model@models.actor=gpt-oss-120b", "models.actor.path=null", "models.actor.backend=megatron"]
+    compiled = compile_recipe(GRPO, [*large, "cluster=h100-8x8", "models.actor.gen.engine=vllm"])
     message = (
-        "models.actor is of family mixtral, which can be planned with megatron and vllm but not run yet. "
+        "models.actor is of family gpt_oss, which can be planned with megatron and vllm but not run yet. "
         "With models.actor.backend=torch models.actor.gen.engine=embedded no plan fits into memory. Use "
     )
     with pytest.raises(NotYetError, match=message):
@@ -386,16 +387,19 @@ def test_a_model_that_is_only_planned_is_not_run():
 
 
 def test_a_model_with_unknown_tensors_runs_where_nothing_divides_them():
-    experts = [f"models.actor.architecture.{key}" for key in ("num_local_experts=4", "num_experts_per_tok=2")]
-    mixtral = ["models.actor.path=null", "models.actor.architecture.model_type=mixtral", *experts]
-    plan = compile_recipe(GRPO, [*mixtral, "cluster=cpu-1x2"]).plan
+    experts = [
+        f"models.actor.architecture.{key}"
+        for key in ("num_local_experts=4", "num_experts_per_tok=2", "sliding_window=16")
+    ]
+    gpt_oss = ["models.actor.path=null", "models.actor.architecture.model_type=gpt_oss", *experts]
+    plan = compile_recipe(GRPO, [*gpt_oss, "cluster=cpu-1x2"]).plan
     assert plan.unrunnable == ()
     (route,) = plan.weights
     assert route.rows == ()
     assert route.moved_bytes > 0
-    with_vllm = compile_recipe(GRPO, [*mixtral, "models.actor.gen.engine=vllm"]).plan
+    with_vllm = compile_recipe(GRPO, [*gpt_oss, "models.actor.gen.engine=vllm"]).plan
     assert with_vllm.unrunnable[0].startswith(
-        "models.actor is of family mixtral, which can be planned with vllm but not run yet. Set "
+        "models.actor is of family gpt_oss, which can be planned with vllm but not run yet. Set "
         "models.actor.gen.engine=embedded, or use a model of family "
     )
 
@@ -665,7 +669,7 @@ def test_a_family_that_the_backend_does_not_build(tmp_path):
     assert "actor" not in requested(GRPO, gpt2).shapes
     message = (
         f"{tmp_path}/config.json: the megatron backend does not build model_type 'gpt2' (it builds llama, "
-        "mistral, qwen2, qwen3, qwen3_moe); set models.actor.backend=torch"
+        "mistral, qwen2, qwen3, qwen3_moe, mixtral); set models.actor.backend=torch"
     )
     with pytest.raises(ConfigError, match=re.escape(message)):
         requested(GRPO, gpt2, "models.actor.backend=megatron")

@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parents[2] / "hflow"
 COLD = {
     "algo": "__init__",
     "engines/embedded": "__init__ descriptor families memory module",
-    "models": "__init__ device drawn_weights dtypes expert_tensors hf_config hub settings smollm2 "
+    "models": "__init__ device drawn_weights dtypes expert_tensors hf_config hub merged settings smollm2 "
     "weight_files",
     "training": "__init__ fsdp hf_files interface loop megatron optimizers sharded_checkpoint rank_groups",
     "training/fsdp": "__init__ build descriptor held_weights memory shards weight_export",

@@ -256,7 +256,7 @@ def test_memory_bars_add_up():
     plan = plan_of(cluster="h100-8x8", batch=64)
     view = memory_view(plan)
     assert view is not None
-    assert view.capacity_at == pytest.approx(100 / 1.02, abs=0.01)
+    assert view.classes[0].capacity_at == pytest.approx(100 / 1.02, abs=0.01)
     totals = {bar.phase: bar.items for bar in view.classes[0].phases}
     widths = {phase: items[-1].left + items[-1].width for phase, items in totals.items()}
     row = next(row for row in plan.forecast.memory if row.phase == "actor_train" and 0 in row.devices)
@@ -323,5 +323,5 @@ def test_details_tell_bytes_and_knobs():
 def test_capacity_is_that_of_the_cluster():
     view = memory_view(plan_of())
     assert view is not None
-    assert view.capacity == "8 GiB"
+    assert view.classes[0].capacity == "8 GiB"
     assert plan_of().cluster.memory_bytes == 8 * GIB

@@ -86,7 +86,8 @@ def test_the_base_is_in_memory_once():
     assert named(megatron_memory.model_state(megatron)) == {
         "adapters": 2 * ADAPTERS,
         "gradients": 4 * ADAPTERS,
-        "optimizer": 12 * ADAPTERS,
+        "fp32 weights": 4 * ADAPTERS,
+        "optimizer": 8 * ADAPTERS,
     }
     engine = rank(backend="embedded", role="gen", lora=LORA)
     guest = replace(engine, replica=replace(engine.replica, base_of="m@gen"))

@@ -112,10 +112,11 @@ def test_adapters(directory, ranks, name):
     files = (directory / name / "merged").glob("*.safetensors")
     merged = {name: tensor for file in files for name, tensor in load_file(file).items()}
     here = merged_weights(backend._model, backend._runner.module.head, "lm", torch.float32, 2.0)
-    tensors = file_tensors(dict(stacked_views(backend._model.config.model_type, here)))
+    family = backend._model.config.model_type
+    tensors = file_tensors(family, dict(stacked_views(family, here)))
     for name, tensor in tensors.items():
         torch.testing.assert_close(merged[name], tensor, atol=1e-5, rtol=0)
-    assert merged.keys() == file_tensors(kit.weights(kit.model(**plain))).keys()
+    assert merged.keys() == file_tensors(family, kit.weights(kit.model(**plain))).keys()
     (base,) = kit.model(**plain).infer(kit.LOGPROBS, [batch])
     if changes["lora"].base is None:
         np.testing.assert_allclose(without, base.columns["result"].values, atol=1e-5)
