@@ -47,8 +47,8 @@ def named_weights(model: PreTrainedModel, head: nn.Module, kind: str, dtype: tor
 
 def _changing_tensors(model: PreTrainedModel, head: nn.Module, kind: str) -> list[Named]:
     """Return the tensors of `named_weights`, as this rank stores them."""
-    trained = [(name, weight.detach()) for name, weight in named_parameters(model, head, kind)]
-    return [*trained, *_changing_buffers(model)]
+    buffers = _changing_buffers(model)  # first, as weights that were gathered are freed by it
+    return [*((name, weight.detach()) for name, weight in named_parameters(model, head, kind)), *buffers]
 
 
 def _changing_buffers(model: PreTrainedModel) -> list[Named]:
@@ -57,7 +57,7 @@ def _changing_buffers(model: PreTrainedModel) -> list[Named]:
 
 
 def _saved_buffers(model: PreTrainedModel) -> list[Named]:
-    """Return the buffers that checkpoints of a model have."""
+    """Return the buffers that checkpoints of a model have. Weights that FSDP has gathered are resharded."""
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return [(name, x) for name, x in model.state_dict().items() if name not in known]
 
@@ -131,8 +131,9 @@ def merged_weights(
 
 def _all_tensors(model: PreTrainedModel, head: nn.Module, kind: str) -> Iterator[Named]:
     """Yield every weight and buffer but adapters, as this rank stores it."""
+    buffers = _saved_buffers(model)
     yield from base_tensors(model)
-    yield from _saved_buffers(model)
+    yield from buffers
     for name, weight in _scalar_weights(head, kind):
         yield name, weight.detach()
 
