@@ -295,19 +295,20 @@ def test_what_fits_on_no_number_of_devices_is_explained_and_a_larger_kind_is_nam
 
 @LONG
 def test_remedies_do_not_lead_back_and_name_nothing_that_the_planner_chose() -> None:
-    """GLM needs an engine that divides it, and those do not have its family yet."""
-    large = ("cluster=h100-8x8", "model@models.actor=glm-4.5-air", "models.actor.path=null")
+    """gpt-oss needs an engine that divides it, and those do not have its family yet."""
+    large = ("cluster=h100-8x8", "model@models.actor=gpt-oss-120b", "models.actor.path=null")
     with pytest.raises(PlanError) as refusal:
         compile_recipe(RECIPES / "grpo.py", large)
     assert re.fullmatch(
         r"no placement fits into memory\. Set models\.actor\.gen\.engine=vllm \(\S+ GiB\)\. It can be "
-        r"planned with vllm, but not run yet: vllm does not have family glm4_moe\.",
+        r"planned with vllm, but not run yet: vllm does not have family gpt_oss\.",
         str(refusal.value),
     )
     followed = (*large, "models.actor.gen.engine=vllm")
     plan = compile_recipe(RECIPES / "grpo.py", followed, with_limits=True).plan
     assert plan.replica("actor@gen").layout.expert > 1, "chosen, so there is nothing to remove"
-    (reason,) = plan.unrunnable
+    reason, sinks = plan.unrunnable
+    assert sinks.startswith("actor has attention sinks, which torch varlen does not compute")
     assert "With models.actor.gen.engine=embedded no plan fits into memory. Use a model" in reason
     (backend,) = [limit for limit in plan.forecast.limits if "network" in limit.cause]
     assert backend.remedies[0].settings == (("models.actor.backend", "megatron"),)
@@ -555,7 +556,7 @@ def test_backends_that_divide_layers_are_named_where_devices_are_idle() -> None:
     settings = [f"{key}={value}" for key, value in first.remedies[0].settings]
     followed = compile_recipe(RECIPES / "ppo.py", (*large, *settings)).plan
     gain = 1 - followed.forecast.candidates[0].seconds / plan.forecast.candidates[0].seconds
-    assert gain >= first.remedies[0].gain - 0.01 > 0.5
+    assert gain >= first.remedies[0].gain - 0.01 > 0.4
 
 
 def test_the_fullest_stage_of_a_model_whose_first_layers_have_no_experts_counts() -> None:
