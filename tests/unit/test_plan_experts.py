@@ -462,5 +462,6 @@ def test_a_plan_file_of_a_family_that_is_only_planned_is_not_run(tmp_path: Path)
         run_compiled(compile_plan_file(file), False, RunEnvironment())
     assert str(refusal.value) == (
         "models.actor is of family gpt_oss, which can be planned with megatron but not run yet. Set "
-        "models.actor.backend=torch, or use a model of family llama, mistral, qwen2, qwen3, qwen3_moe."
+        "models.actor.backend=torch, or use a model of family llama, mistral, qwen2, qwen3, qwen3_moe, "
+        "mixtral."
     )

@@ -20,7 +20,7 @@ from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import Plan, Replica
 from hflow.planner.plan.traits import BACKENDS, ENGINES, Trait, first_with, traits
 from hflow.planner.weights.weight_routes import transport_reasons
-from hflow.shapes.architectures import FAMILIES, ROUTERS, UNSUPPORTED
+from hflow.shapes.architectures import LLAMA_LIKE_FAMILIES, ROUTERS, UNSUPPORTED
 from hflow.shapes.layout import Layout
 from hflow.shapes.model_shape import ModelShape
 from hflow.types.kernels import head_size_problem
@@ -120,7 +120,7 @@ def runs_family(backend: str, shape: ModelShape | None) -> bool:
 def _family_reasons(plan: Plan, request: PlanRequest, fits: FitsFunction) -> Iterator[str]:
     """Yield the models of families that their backends and engines do not build yet."""
     backends: dict[str, dict[str, str]] = {}
-    shapes, known = dict(plan.shapes), ", ".join(FAMILIES)
+    shapes, known = dict(plan.shapes), ", ".join(LLAMA_LIKE_FAMILIES)
     families = {replica.model: request.families.get(replica.model) or "" for replica in plan.replicas}
     nowhere = {model: family for model, family in families.items() if family in UNSUPPORTED}
     for model, family in nowhere.items():
