@@ -40,7 +40,7 @@ TURN = 1_000
 
 
 def trajectory(length: int, draw: np.random.Generator) -> Trajectory:
-    """Return what an episode makes, as Python numbers: a tenth of the tokens are the prompt."""
+    """Return the fields of a sample as lists of Python numbers. A tenth of the tokens are the prompt."""
     prompt = length // 10
     logprobs = (-draw.random(length, np.float32)).tolist()
     return Trajectory(

@@ -112,7 +112,7 @@ MEMORY_CASES: dict[str, dict[str, Any]] = {
 }
 """Changes of a model of `memory_kit.WIDE` in bf16, whose step has several micro-batches."""
 SEQUENCES, LENGTH, MICROBATCHES = 16, 64, 2
-"""Of each rank."""
+"""Sequences of each rank, tokens of a sequence, and micro-batches of a step."""
 
 
 def run_memory(rank: int, directory: str, limits: dict[str, tuple[int, int]]) -> None:

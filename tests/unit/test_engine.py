@@ -135,7 +135,7 @@ def test_own_forward_equals_that_of_transformers_and_follows_its_weights() -> No
 def test_arranged_matrices_change_no_result_and_follow_new_weights(
     name: str, shares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of an engine's own weights, and of a trainer's, whose projections are not one tensor."""
+    """The weights are the engine's own, or a trainer's, whose projections are not one tensor."""
     monkeypatch.setattr(dense_decoder, "MIN_ARRANGED", 1)
     params = [SamplingParams(max_tokens=10, seed=i) for i in range(len(PROMPTS))]
     found = []

@@ -101,7 +101,7 @@ MIXED = replace(SMALL, experts=Experts(num=4, per_token=2, intermediate=16, firs
 
 
 def test_adapters_of_experts():
-    """Of each expert 4 x (64 + 32) for gate and up, and 4 x (16 + 64) for down; of q 4 x (64 + 64)."""
+    """An expert has 4 x (64 + 32) for gate and up, and 4 x (16 + 64) for down; q has 4 x (64 + 64)."""
     shape = trained_shape(MIXED, EXPERTS)
     specs = {spec.name: spec.shape for spec in tensors(shape)}
     assert num_parameters(shape) == 3 * 4 * 4 * (64 + 32 + 16 + 64) + 4 * 4 * 128

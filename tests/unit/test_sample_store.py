@@ -268,7 +268,7 @@ def test_an_integer_that_floats_would_change_is_refused() -> None:
 
 
 def test_long_rows_are_packed_when_they_come_and_stay_what_they_were() -> None:
-    """Of a rounded log-prob nothing may be lost, and short rows beside long ones keep their place."""
+    """A log-prob that float32 would round stays, and short rows beside long ones keep their place."""
     lengths = {0: field_column.LONG, 1: 3, 2: 2 * field_column.LONG}
     rows = {sample: [0.5 * t for t in range(length)] for sample, length in lengths.items()}
     rows[3] = [0.1, *rows[0]]

@@ -31,7 +31,7 @@ MIN_ARRANGED = 1 << 18
 MAX_ARRANGED_ROWS = 512
 """Rows up to which it pays."""
 ARRANGED_FOR = 32
-"""Rows that MKL is told of when it arranges a matrix."""
+"""Number of rows for which MKL arranges a matrix."""
 
 
 def join_projections(module: nn.Module, device: torch.device) -> None:

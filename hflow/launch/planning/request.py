@@ -135,14 +135,13 @@ def cluster_hardware(
     cluster = parse_cluster(config.cluster, devices)
     if config.calibration is not None and config.calibrate is not None:
         raise ConfigError("calibration and calibrate are both set; remove one of them")
-    parts = cluster.parts or (cluster,)
     for key in ("device_memory_gib", "calibration", "calibrate"):
-        if len(parts) > 1 and getattr(config, key) is not None:
+        if cluster.parts and getattr(config, key) is not None:
             raise ConfigError(f"{key} holds for one kind of devices, but cluster={cluster.name} has several")
     if config.cores is not None:
         cluster = replace(cluster, cores=_cores(config, cluster))
     kinds = []
-    for part, first in zip(parts, cluster.first_devices or (0,), strict=True):
+    for part, first in zip(cluster.kinds, cluster.first_devices, strict=True):
         device = devices[device_of(part.name)]
         if config.device_memory_gib is not None:
             device = _with_memory(device, config.device_memory_gib)

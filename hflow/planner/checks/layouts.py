@@ -57,7 +57,7 @@ def check_layouts(replicas: Iterable[Replica], request: PlanRequest) -> None:
 def _check_kind(replica: Replica, cluster: ClusterSpec) -> None:
     """Refuse ranks of a replica on devices of several kinds: all would be as slow as the slowest."""
     if len({cluster.part_index(worker) for worker in replica.workers}) > 1:
-        parts = zip(cluster.parts, cluster.first_devices, strict=True)
+        parts = zip(cluster.kinds, cluster.first_devices, strict=True)
         listed = " and ".join(
             f"{format_ranges(range(first, first + part.num_devices))} ({part.name})" for part, first in parts
         )

@@ -70,10 +70,9 @@ def plan_figures(plan: Plan) -> PlanFigures:
     forecast, cluster, stream = plan.forecast, plan.cluster, plan.schedule.streams[0]
     seconds, is_lower_bound = step_seconds(plan)
     num_steps, num_samples = plan.schedule.num_steps, (stream.batch or 0) * stream.group_size
-    parts = cluster.parts or (cluster,)
     prices = [
         (part.num_devices, kind.device.dollars_per_hour)
-        for part, kind in zip(parts, plan.hardware.kinds, strict=True)
+        for part, kind in zip(cluster.kinds, plan.hardware.kinds, strict=True)
     ]
     paid = [num * price for num, price in prices if price is not None]
     per_hour = sum(paid) if len(paid) == len(prices) else None

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from hflow.base.errors import PlanError, nearest, shorten
@@ -43,17 +43,22 @@ class ClusterSpec:
     """The equal machines of each kind, in the order of their devices; empty if all are equal."""
 
     @property
+    def kinds(self) -> tuple[ClusterSpec, ...]:
+        """The equal machines of each kind, in the order of `Hardware.kinds`; itself, if all are equal."""
+        return self.parts or (self,)
+
+    @cached_property
     def first_devices(self) -> tuple[int, ...]:
-        """The first device of each part."""
-        return tuple(accumulate((part.num_devices for part in self.parts[:-1]), initial=0))
+        """The first device of each kind."""
+        return tuple(accumulate((kind.num_devices for kind in self.kinds[:-1]), initial=0))
 
     def part_index(self, device: int) -> int:
-        """Return the index of the part that a device belongs to; 0 if all machines are equal."""
-        return bisect_right(self.first_devices, device) - 1 if self.parts else 0
+        """Return the index in `kinds` of the machines that a device belongs to."""
+        return bisect_right(self.first_devices, device) - 1
 
     def part_of(self, device: int) -> ClusterSpec:
-        """Return the equal machines that a device belongs to: the cluster itself, if all are equal."""
-        return self.parts[self.part_index(device)] if self.parts else self
+        """Return the equal machines that a device belongs to."""
+        return self.kinds[self.part_index(device)]
 
     def memory_of(self, device: int) -> int:
         """Return the bytes of a device's memory."""
@@ -61,7 +66,7 @@ class ClusterSpec:
 
     def first_of_kind(self, device: int) -> int:
         """Return the first device of the kind of a device."""
-        return self.first_devices[self.part_index(device)] if self.parts else 0
+        return self.first_devices[self.part_index(device)]
 
     def cores_of(self, device: int) -> range:
         """Return the cores of a device's worker, numbered on its machine; empty if it is not bound."""

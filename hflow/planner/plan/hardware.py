@@ -127,7 +127,7 @@ class Hardware:
     others: tuple[tuple[int, Hardware], ...] = field(default=(), metadata={"left_out_by_default": True})
     """Hardware of further kinds of devices in the same cluster, each after its first device."""
 
-    @property
+    @cached_property
     def kinds(self) -> tuple[Hardware, ...]:
         """The hardware of each kind of devices; itself, if all are equal."""
         return (replace(self, others=()), *(other for _, other in self.others)) if self.others else (self,)

@@ -86,7 +86,7 @@ def _story(plan: Plan, found: Facts) -> Iterator[str]:
     stream = plan.schedule.streams[0]
     prompts, each = stream.batch or 0, stream.group_size
     samples = f" and {each} answers to each, {prompts * each:,} samples in all" if each > 1 else ""
-    parts = zip(plan.cluster.parts or (plan.cluster,), plan.hardware.kinds, strict=True)
+    parts = zip(plan.cluster.kinds, plan.hardware.kinds, strict=True)
     devices = [pluralize(part.num_devices, f"{kind.device.name.upper()} device") for part, kind in parts]
     where = " and ".join(devices)
     machines = f" in {pluralize(plan.cluster.num_nodes, 'machine')}" if plan.cluster.num_nodes > 1 else ""

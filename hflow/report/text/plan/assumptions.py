@@ -39,7 +39,7 @@ def assumption_lines(plan: Plan) -> Iterator[tuple[str, str]]:
         mask = node.spec.option("mask") if node.spec.verb == "infer" else None
         if mask is not None:
             yield f"samples of {node.name}", share_text(mask, shares.get(mask))
-    for part, kind in zip(plan.cluster.parts or (plan.cluster,), plan.hardware.kinds, strict=True):
+    for part, kind in zip(plan.cluster.kinds, plan.hardware.kinds, strict=True):
         yield from _hardware(kind, part)
 
 

@@ -51,8 +51,10 @@ def staleness_line(plan: Plan) -> str:
 
 def cluster_line(plan: Plan) -> str:
     """Describe machines, devices and links in one line."""
-    bound, parts = _bound(plan.cluster), plan.cluster.parts or (plan.cluster,)
-    return " | ".join(_machines(*each, bound) for each in zip(parts, plan.hardware.kinds, strict=True))
+    bound = _bound(plan.cluster)
+    return " | ".join(
+        _machines(*each, bound) for each in zip(plan.cluster.kinds, plan.hardware.kinds, strict=True)
+    )
 
 
 def _machines(cluster: ClusterSpec, hardware: Hardware, bound: str) -> str:
