@@ -182,6 +182,8 @@ class Evaluator:
             fastest[name] = table[0].total
         if any(sum(fastest[name] for name in block) >= cutoff for block in blocks):
             return None
+        if self.partition(blocks).bound(self._least_seconds(blocks, devices)) >= cutoff:
+            return None
         found: dict[int, GroupChoice] = {}
         for part in connected_blocks(blocks):
             connected, own = tuple(blocks[i] for i in part), tuple(devices[i] for i in part)
@@ -195,6 +197,16 @@ class Evaluator:
                 return None
             found |= zip(part, groups, strict=True)
         return [group for _, group in sorted(found.items())]
+
+    def _least_seconds(self, blocks: Blocks, devices: Sequence[Devices]) -> dict[str, float]:
+        """Return lower bounds of the seconds of nodes and of the source, whatever fits into memory."""
+        seconds = dict(self.table.constant_seconds)
+        for name in _names(blocks):
+            seconds |= self.table.least_seconds(name, self.costed(name, blocks, devices))
+        stream = self.table.events.stream
+        source = sum(seconds.pop(f"{name} source", 0.0) for name in stream.replicas)
+        seconds[stream.source] = source + self.table.beside_engines(source)
+        return seconds
 
     def groups(self, blocks: Blocks, options: Mapping[str, ReplicaOption]) -> tuple[GroupChoice, ...] | None:
         """Return options as the choice of each block, or None if they do not fit.

@@ -115,11 +115,19 @@ class OptionTable:
         return tuple(sorted(made, key=_order))
 
     @memo
+    def least_seconds(self, name: str, devices: Devices) -> Mapping[str, float]:
+        """Return the least seconds of each node and source of a replica, of all options on some devices."""
+        options = self.options(name, devices)
+        return {key: min(option.seconds[key] for option in options) for key in options[0].seconds}
+
+    @memo
     def _options_of(self, replica: Replica) -> tuple[ReplicaOption, ...]:
         """Return the options of a replica with this layout."""
-        configs_of = self._configs(replica)
-        options = (option for configs in configs_of for option in self._faster(replica, configs))
-        return tuple(other for option in options for other in self._stages(option))
+        made: list[ReplicaOption] = []
+        for configs in self._configs(replica):
+            same_batches = {option.config.tokens_per_microbatch: option for option in made}
+            made += self._faster(replica, configs, same_batches)
+        return tuple(other for option in made for other in self._stages(option))
 
     @memo
     def limited(self, option: ReplicaOption, largest_batch: int | None) -> ReplicaOption:
@@ -170,14 +178,21 @@ class OptionTable:
         for layout in layouts_for(self._problem, name, devices, is_large=self._is_large):
             yield on_workers(replace(base, layout=layout), devices[: layout.world])
 
-    def _faster(self, replica: Replica, configs: Iterable[ModelConfig]) -> Iterator[ReplicaOption]:
+    def _faster(
+        self, replica: Replica, configs: Iterable[ModelConfig], same_batches: Mapping[int, ReplicaOption]
+    ) -> Iterator[ReplicaOption]:
         """Yield options with ever larger micro-batches for as long as these make them faster.
 
         Larger ones need more memory for nothing.
+
+        Args:
+            replica: the replica.
+            configs: by ascending micro-batches.
+            same_batches: size of micro-batches -> an option with it.
         """
         shortest = math.inf
         for config in configs:
-            option = self.option(replica, config)
+            option = self.option(replica, config, like=same_batches.get(config.tokens_per_microbatch))
             if option.total >= shortest * (1 - MIN_DIFFERENCE):
                 return
             shortest = option.total
@@ -212,7 +227,7 @@ class OptionTable:
             return
         shortest = option.total
         for stage in LOWER_STAGES:
-            lower = self.option(replica, replace(config, zero_stage=stage))
+            lower = self.option(replica, replace(config, zero_stage=stage), like=option)
             if lower.total < shortest * (1 - MIN_STAGE_GAIN):
                 shortest = lower.total
                 yield lower
@@ -331,9 +346,21 @@ class OptionTable:
         return max(schedule.max_concurrent, useful)
 
     def option(
-        self, replica: Replica, config: ModelConfig, largest_batch: int | None = None
+        self,
+        replica: Replica,
+        config: ModelConfig,
+        largest_batch: int | None = None,
+        *,
+        like: ReplicaOption | None = None,
     ) -> ReplicaOption:
-        """Return an option with a given configuration, and the sequences that an engine's cache holds."""
+        """Return an option with a given configuration.
+
+        Args:
+            replica: the replica.
+            config: the configuration.
+            largest_batch: sequences that an engine's cache holds.
+            like: an option that differs only in what a backward pass reads, so that its other nodes take as long.
+        """
         limited = config
         if largest_batch is not None and largest_batch < config.gen.max_running:
             limited = self._with_running(replica.model, largest_batch)
@@ -343,9 +370,15 @@ class OptionTable:
         if replica.role == "gen" and replica.name in self.events.stream.replicas:
             seconds[f"{replica.name} source"] = total = _seconds(costs.generation())
         for node in self._nodes_of.get(replica.name, ()):
-            seconds[node.name] = _seconds(costs.node(node))
+            is_known = like is not None and node.name not in self._trains
+            seconds[node.name] = like.seconds[node.name] if like and is_known else _seconds(costs.node(node))
             total += seconds[node.name] * self._executions(node)
         return ReplicaOption(replica, config, seconds, total)
+
+    @cached_property
+    def _trains(self) -> frozenset[str]:
+        """Nodes with a backward pass."""
+        return frozenset(node.name for node in self._problem.graph.nodes if node.spec.verb == "train")
 
     @memo
     def _costs_of(self, replica: Replica) -> Costs:
