@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from hflow.base.devices import is_gpu
 from hflow.planner.forecast.memory.host import kept_asleep, kept_by_engine, kept_by_trainer
@@ -31,11 +31,13 @@ from hflow.planner.plan.rows import Plan, WeightRoute
 from hflow.planner.plan.schedule import share_of_unchanged_wakes
 from hflow.planner.plan.traits import traits
 from hflow.planner.search.memo import memo
-from hflow.planner.search.options import OptionTable, ReplicaOption
 from hflow.planner.search.problem import SearchProblem
 from hflow.planner.weights.weight_routes import near_transport, way_of
 from hflow.shapes.layout import Layout
 from hflow.shapes.model_shape import DTYPE_BYTES, num_parameters
+
+if TYPE_CHECKING:
+    from hflow.planner.search.options import ReplicaOption
 
 
 @dataclass(frozen=True)
@@ -101,9 +103,8 @@ class _PhaseBytes:
 class GroupMemory:
     """The memory of groups of replicas for any of their options."""
 
-    def __init__(self, problem: SearchProblem, table: OptionTable) -> None:
+    def __init__(self, problem: SearchProblem) -> None:
         self._problem = problem
-        self._table = table
         self._plan = problem.base
         self._contexts: dict[tuple[str, _Common, bool], MemoryContext] = {}
         self._kept = sum(node.spec.memory for node in self._plan.graph.nodes)
@@ -131,6 +132,13 @@ class GroupMemory:
         at once may not fit beside other replicas, so a different `max_running` counts as a different size.
         """
         return self._bytes_in(phases, option, _Common(common.get(option.replica.model, "all"))).smallest
+
+    def needs(self, option: ReplicaOption) -> tuple[int, int]:
+        """Return what a replica that trains or infers needs while others run and at its peak, in per cent."""
+        profile, device = self._profile(option, _Common("all")), option.replica.workers[0]
+        needs = profile.held[NODE, True], max(profile.running.values(), default=0)
+        held, peak = (100 * num_bytes // self._problem.cluster.memory_of(device) for num_bytes in needs)
+        return held, peak
 
     def fit(
         self, phases: Phases, options: Sequence[ReplicaOption], common: Mapping[str, CommonDevices]
@@ -306,7 +314,7 @@ class GroupMemory:
         """Return the plan and the request on which the memory of an option's ranks depends."""
         key = option.name, common, option.layout.world == 1
         if key not in self._contexts:
-            settings = replace(self._problem.request.schedule, max_concurrent=self._table.in_flight)
+            settings = replace(self._problem.request.schedule, max_concurrent=self._problem.in_flight)
             schedule = replace(self._plan.schedule, settings=settings)
             plan = replace(self._plan, weights=self._routes(option, common), schedule=schedule)
             self._contexts[key] = MemoryContext(plan, self._problem.request)

@@ -182,7 +182,7 @@ def division(choice: Choice) -> str:
 
 def waiting(evaluator: Evaluator, choice: Choice) -> str:
     """Return the parts of a choice's slowest cycle."""
-    source = evaluator.table.events.stream.source
+    source = evaluator.problem.events.stream.source
     parts = {name: choice.seconds.get(name, 0.0) for name in choice.cycle}
     large = {name: value for name, value in parts.items() if value > SMALL * choice.period}
     others = [name for name in large if name != source]
