@@ -43,8 +43,10 @@ NUM_KEPT = 8
 MIN_SPREAD_GAIN = 0.01
 """By so much a step must be shorter with replicas in several groups: such plans are more complex."""
 MAX_SLOWER = 0.5
-"""Alternatives are at most this much slower than the best of their division, by the analytic period.
-Divisions that are more than this slower than the best one so far are left out."""
+"""Alternatives are at most this much slower than the best of their division, by the analytic period. Nor are
+divisions improved that are slower by more than the best of all."""
+MAX_LONGER = 2.0
+"""Divisions that take so many times as long as the best one so far are left out."""
 
 
 @dataclass
@@ -102,7 +104,7 @@ class Exploration:
         """Return the period from which on a choice of a division is of no use."""
         best = self.best.get(blocks)
         if best is None:
-            factor = 1 - MIN_SPREAD_GAIN if overlaps(blocks) else 1 + MAX_SLOWER
+            factor = 1 - MIN_SPREAD_GAIN if overlaps(blocks) else MAX_LONGER
             return min(self.shortest_apart() * factor, self.longest)
         if not self.keeps_alternatives:
             return best.period * (1 - MIN_GAIN)
