@@ -134,7 +134,7 @@ class GroupMemory:
         return self._bytes_in(phases, option, _Common(common.get(option.replica.model, "all"))).smallest
 
     def needs(self, option: ReplicaOption) -> tuple[int, int]:
-        """Return what a replica that trains or infers needs while others run and at its peak, in per cent."""
+        """Return the memory of a replica, in per cent, while others run and at the peak of its own nodes."""
         profile, device = self._profile(option, _Common("all")), option.replica.workers[0]
         needs = profile.held[NODE, True], max(profile.running.values(), default=0)
         held, peak = (100 * num_bytes // self._problem.cluster.memory_of(device) for num_bytes in needs)
