@@ -419,7 +419,7 @@ TABLES: dict[str, Sequence[Row]] = {
         automatic(f"{ROLLOUT}.enable_chunked_prefill", "the engine's default"),
         automatic(f"{ROLLOUT}.max_num_batched_tokens", "the engine's default"),
         automatic(f"{ROLLOUT}.cudagraph_capture_sizes", "the engine's default"),
-        automatic(f"{ROLLOUT}.enforce_eager", "the engine's default"),
+        same(f"{ROLLOUT}.enforce_eager", "models.actor.gen.cuda_graphs", "the opposite"),
         automatic(f"{ROLLOUT}.scheduling_policy", "the engine's default"),
         missing(f"{ROLLOUT}.pipeline_model_parallel_size", "engines have no pipeline stages"),
         missing(f"{ROLLOUT}.expert_parallel_size", "engines have no expert ranks"),
@@ -965,6 +965,8 @@ def _generation(given: Given, draft: RecipeDraft, devices: int) -> None:
         given.differs(
             cache, "models.actor.gen.cache_dtype keeps keys and values without scales: docs/engines.md"
         )
+    if given.flag(f"{ROLLOUT}.enforce_eager"):
+        draft.set("models.actor.gen.cuda_graphs", False)
     if given.flag(f"{ROLLOUT}.enable_rollout_routing_replay"):
         draft.set("nodes.actor_gen.routing_replay", True)
     if given.flag(f"{ROLLOUT}.multi_turn.enable"):

@@ -78,6 +78,13 @@ def test_graphs_follow_new_weights_and_sleep() -> None:
     assert_equal(results[1], results[0])
 
 
+@pytest.mark.gpu
+def test_decode_steps_are_launched_one_by_one_where_asked() -> None:
+    on_gpu = replace(settings("qwen3"), device="cuda")
+    has_graphs = [EmbeddedEngine(on_gpu, {"cuda_graphs": x})._graphs is not None for x in (True, False)]
+    assert has_graphs == [True, False]
+
+
 def test_few_free_slots_wait_for_more_and_all_sequences_end() -> None:
     engine = CapturingEngine(settings(), {"max_running": 32})
     for i in range(80):

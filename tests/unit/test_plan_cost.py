@@ -708,6 +708,14 @@ def test_host_time_is_hidden_where_the_engine_schedules_ahead():
     assert added == pytest.approx(4.5e-3)
 
 
+def test_kernels_that_are_no_graph_are_launched_after_scheduling():
+    host = HostTimes(layer_us=600, step_us=500)
+    eager, captured = (side(backend="vllm", host=host, cuda_graphs=x) for x in (False, True))
+    assert decode_step(captured, 1, 0) == Part("decode", pytest.approx(5e-4), HOST)
+    assert decode_step(eager, 1, 0) == Part("decode", pytest.approx(4 * 6e-4 + 5e-4), HOST)
+    assert decode_step(eager, 1, 1e9) == decode_step(captured, 1, 1e9)
+
+
 # -------------------------------------------------------------------------- what lies in between
 def test_inputs_take_as_long_as_the_busiest_worker():
     edge = EdgeTraffic("n", 4000, 0, 0, 1.0, (), 1, num_node_bytes=1000, busiest_bytes=2000)

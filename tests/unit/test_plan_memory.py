@@ -479,6 +479,11 @@ def test_an_adapter_of_the_mlp_has_its_product_beside_the_sum():
     assert (on_mlp, on_attention, activations.added_by_adapter(rank(SMALL, "d2"), 10)) == (4 * 128 * 10, 0, 0)
 
 
+def test_graphs_take_no_memory_where_there_are_none():
+    found = named(vllm_memory.process_state(vllm_rank(cuda_graphs=False), 9))
+    assert found.get("CUDA graphs", 0) == 0
+
+
 def test_a_cache_in_fp8_takes_a_byte_for_each_number():
     plain, small = (vllm_memory.block_bytes(vllm_rank(cache_dtype=x)) for x in (None, "fp8"))
     assert (plain, small) == (16 * 2 * 2 * 32 * 4_096, 16 * 2 * 32 * 4_096)

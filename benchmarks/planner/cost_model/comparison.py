@@ -99,7 +99,15 @@ class PeerFigures:
 
 AS_SHIPPED = PeerFigures()
 OF_PEERS = PeerFigures(
-    host=HostTimes(gap_us=27, step_us=2500, sequence_us=20, expert_us=12, expert_launch_us=12, passes=0.75),
+    host=HostTimes(
+        layer_us=605,  # as transformers' layers: without CUDA graphs
+        gap_us=27,
+        step_us=2500,
+        sequence_us=20,
+        expert_us=12,
+        expert_launch_us=12,
+        passes=0.75,
+    ),
     attention={"h100": 0.158, "a100-40g": 0.283, "a100-80g": 0.283},
     learning={
         ("h100", "dense"): 1.43,
@@ -217,7 +225,8 @@ def costs(
         overlaps_tensor=is_overlapping,
         sends_expert_copies=False,  # published runs dispatch with DeepEP's kernels or their like
         schedules_ahead_on=(),  # their engines scheduled and decoded in turns
-        captured_families=(),  # those through the modules of transformers launched each kernel
+        # Those through the modules of transformers launched each kernel.
+        captured_families=() if backend == "embedded" else traits(backend).captured_families,
     )
     config = ModelConfig(dtype="bf16", **settings)  # type: ignore[arg-type]
     per_machine = MACHINE.get(hardware.device.name, 8)

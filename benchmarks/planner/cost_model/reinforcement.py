@@ -173,12 +173,9 @@ class Step:
 
     def generation(self, gpus: int, mean: float, ahead: int) -> float:
         """Return the seconds of generating a batch, with the batches that are in flight."""
-        config = GenConfig(max_running=RUNNING)
+        config = GenConfig(max_running=RUNNING, cuda_graphs=not self.is_eager)
         layout = Layout(gpus // self.engine_tensor, self.engine_tensor)
         engine = costs(self.model, hardware(self.device), layout, "vllm", host=self.host, gen=config)
-        if self.is_eager:
-            launching = engine.hardware.calibration.host["embedded"].layer_us
-            engine = replace(engine, host=replace(engine.host, layer_us=launching))
         workload = cut_workload(round(mean), self.max_response)
         engine = limit_running(engine, PROMPT + round(mean), 0.8)
         batches = max(1, ahead)

@@ -154,6 +154,7 @@ ENGINE = EngineKind(
         has_own_process=True,
         has_own_attention=True,
         adapter_ranks=ADAPTER_RANKS,
+        captured_families=None,
         schedules_ahead_on=SCHEDULES_AHEAD_ON,
         precisions=(("quantization", "fp8"), ("cache_dtype", "fp8")),
         records=(ROUTED_EXPERTS, SAMPLING_MASK),

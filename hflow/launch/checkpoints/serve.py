@@ -118,11 +118,7 @@ def serve(
     gen = checkpoint.config.gen
     setup = EngineSetup(
         settings,
-        {
-            "max_running": gen.max_running,
-            "max_model_len": min(gen.max_model_len, longest or gen.max_model_len),
-            **gen.precisions,
-        },
+        {**gen.engine_options, "max_model_len": min(gen.max_model_len, longest or gen.max_model_len)},
         tokenizer,
         tensor=_tensor_size(checkpoint, engine),
     )

@@ -25,6 +25,7 @@ KEYS = (
     "template_kwargs",
     "dtype",
     "gen.cache_dtype",
+    "gen.cuda_graphs",
     "gen.layout",
     "gen.max_model_len",
     "gen.max_running",

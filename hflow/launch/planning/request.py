@@ -374,6 +374,7 @@ _LATER_KEYS: Mapping[str, Any] = {
     ".optim.groups": [],
     ".gen.quantization": None,
     ".gen.cache_dtype": None,
+    ".gen.cuda_graphs": True,
     ".fp8": None,
     ".zero_stage": 3,
     ".freeze": None,

@@ -182,8 +182,7 @@ def _refuse_endless(settings: DataSettings, is_trained: bool) -> None:
 
 def _engine_options(compiled: Compiled, replica: Replica) -> Mapping[str, Any]:
     config = compiled.config.models.get(replica.model, ModelConfig()).gen
-    options: dict[str, Any] = {"max_running": config.max_running, "max_model_len": config.max_model_len}
-    options |= config.precisions
+    options = config.engine_options
     if replica.merges_adapters:
         options["merges_adapters"] = True
     choice = next(choice for choice in compiled.plan.engines if choice.replica == replica.name)

@@ -53,6 +53,8 @@ def choose_engines(
             replica = replace(replica, backend=choice.engine)
             served, kind = served_model(replica, request), engine_kind(choice.engine)
             remarks = [choice.why, kind.remark(served)]
+            if not served.config.gen.cuda_graphs:
+                remarks.append("without CUDA graphs")
             if served.config.lora is not None:
                 merging = kind.find_merging(served)
                 replica = replace(replica, merges_adapters=merging is not None)
@@ -98,7 +100,7 @@ def _objection(kind: EngineKind, replica: Replica, request: PlanRequest) -> str 
 def _objections(kind: EngineKind, replica: Replica, request: PlanRequest) -> Iterator[str]:
     if kind.name in request.engine_problems:
         yield request.engine_problems[kind.name]
-    yield from kind.check(served_model(replace(replica, backend=kind.name), request))
+    yield from kind.objections(served_model(replace(replica, backend=kind.name), request))
 
 
 def attention_choices(replicas: Iterable[Replica], request: PlanRequest) -> tuple[AttentionChoice, ...]:

@@ -104,7 +104,7 @@ class HostTimes:
     layer_us: NonNegative = 0.0
     """Time to launch the kernels of one layer in one pass, forward or backward. The host of a GPU does this
     ahead of it, so that it is a minimum and is not added; on a CPU it is added. It does not count in decode
-    steps that are CUDA graphs (`BackendTraits.captured_families`), and is 0 where all are."""
+    steps that are CUDA graphs (`BackendTraits.captured_families`)."""
     gap_us: NonNegative = 0.0
     """Per layer of a decode step, added: gaps between kernels that a CUDA graph leaves. Where the host
     launches the kernels, these are part of that time."""

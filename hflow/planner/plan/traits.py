@@ -85,8 +85,9 @@ class BackendTraits:
     adapter_ranks: tuple[int, ...] = ()
     """The ranks that an engine's buffers of adapters can have. Smaller adapters are padded with zeros. Empty:
     any rank."""
-    captured_families: tuple[str, ...] = ()
-    """The `model_type`s of which an engine's decode steps are CUDA graphs on a GPU, without adapters."""
+    captured_families: tuple[str, ...] | None = ()
+    """The `model_type`s of which an engine's decode steps are CUDA graphs on a GPU, without adapters. None:
+    all, also with adapters."""
     schedules_ahead_on: tuple[str, ...] = ()
     """Types of devices on which an engine prepares a decode step while the device computes the one before
     (asynchronous scheduling)."""
@@ -101,6 +102,11 @@ class BackendTraits:
     def shards_weights(self) -> bool:
         """Whether the data axis shards weights, so that there may be a replicate axis (HSDP)."""
         return self.sharded_over_data == "everything"
+
+    def captures(self, family: str | None, has_adapters: bool) -> bool:
+        """Return whether an engine's decode steps of a model are CUDA graphs on a GPU."""
+        families = self.captured_families
+        return families is None or (family in families and not has_adapters)
 
     def padded_rank(self, r: int) -> int:
         """Return the rank of an engine's buffers of adapters of rank `r`."""

@@ -328,5 +328,5 @@ def _num_reasons(problem: SearchProblem, name: str, layout: Layout, devices: Dev
     if replica.role == "gen":
         one = replace(layout, data=1, expert=1)
         copy = replace(replica, layout=one, workers=devices[: one.world])
-        num += len(list(engine_kind(replica.backend).check(served_model(copy, request))))
+        num += len(list(engine_kind(replica.backend).objections(served_model(copy, request))))
     return num

@@ -249,8 +249,8 @@ class ReplicaCosts:
     @property
     def captures_decode(self) -> bool:
         """Whether decode steps are CUDA graphs, whose kernels the host need not launch."""
-        is_captured = self.shape.family in self.traits.captured_families and self.config.lora is None
-        return self.launches_ahead and is_captured
+        is_captured = self.traits.captures(self.shape.family, self.config.lora is not None)
+        return self.launches_ahead and self.config.gen.cuda_graphs and is_captured
 
     @property
     def schedules_ahead(self) -> bool:
