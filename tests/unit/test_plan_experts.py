@@ -167,9 +167,12 @@ def test_the_device_waits_for_the_host_in_layers_with_experts():
 def test_tokens_that_are_sent_once_to_each_rank():
     # 100 tokens of 64 numbers of fp32 for 2 experts each, on 1.75 of 4 ranks; 3 of 4 are elsewhere, in 3
     # layers, twice.
-    wire = expert_exchange(side(MIXED, "d4e4", backend="vllm"), 100)
-    assert wire.transfer == pytest.approx(6 * 175 * 64 * 4 * 3 / 4 / 1e10)
-    assert wire.latency == pytest.approx(6 * 2e-6)
+    by_nccl = side(MIXED, "d4e4", backend="vllm")
+    one = replace(by_nccl, traits=replace(by_nccl.traits, has_exchange_kernels=True))
+    assert expert_exchange(one, 100).transfer == pytest.approx(6 * 175 * 64 * 4 * 3 / 4 / 1e10)
+    # NCCL sends both copies.
+    assert expert_exchange(by_nccl, 100).transfer == pytest.approx(6 * 200 * 64 * 4 * 3 / 4 / 1e10)
+    assert expert_exchange(one, 100).latency == pytest.approx(6 * 2e-6)
     assert expert_exchange(side(MIXED, "d4", backend="vllm"), 100).seconds == 0
     assert expert_exchange(side(SMALL, "d4", backend="vllm"), 100).seconds == 0
 
@@ -199,6 +202,15 @@ def test_an_all_to_all_takes_the_link_to_each_rank():
     # With 4 ranks on each of 2 machines 3 of 8 stay on the machine, and 4 of 8 go over 1 GB/s.
     assert all_to_all(1e9, RankPlacement(4, 2), TOY).transfer == pytest.approx(0.0375 + 0.5)
     assert all_to_all(1e9, RankPlacement(), TOY).seconds == 0
+
+
+def test_small_messages_of_an_all_to_all_take_the_latency_of_each_other_machines_rank():
+    # 4 x 31 messages of 10 us, and two doublings of 1 us within a machine.
+    latency = TOY.inter.latency_us * 1e-6
+    small = all_to_all(128, RankPlacement(4, 32), TOY)
+    assert small.seconds == pytest.approx(4 * 31 * latency + 2 * TOY.intra.latency_us * 1e-6, rel=1e-3)
+    # Large ones hide it: of 1 GB, 124 of 128 parts go over 1 GB/s.
+    assert all_to_all(1e9, RankPlacement(4, 32), TOY).seconds == pytest.approx(124 / 128, rel=3e-3)
 
 
 def test_keys_and_values_pass_every_context_rank():

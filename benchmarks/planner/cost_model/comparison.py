@@ -211,6 +211,7 @@ def costs(
     is_overlapping: bool = False,
     attention: str = "",
     is_trainer: bool = False,
+    has_exchange_kernels: bool = True,
     host: HostTimes | None = None,
     **settings: object,
 ) -> ReplicaCosts:
@@ -223,7 +224,10 @@ def costs(
         traits(backend),
         overlaps_optimizer=is_overlapping,
         overlaps_tensor=is_overlapping,
-        sends_expert_copies=False,  # published runs dispatch with DeepEP's kernels or their like
+        # Published runs dispatch with DeepEP's kernels or their like, and tensor ranks have experts of their
+        # own (`expert_tensor_parallel_size=1`), so that the ranks of experts are neighbours.
+        sends_expert_copies=False,
+        has_exchange_kernels=has_exchange_kernels,
         schedules_ahead_on=(),  # their engines scheduled and decoded in turns
         # Those through the modules of transformers launched each kernel.
         captured_families=() if backend == "embedded" else traits(backend).captured_families,
@@ -241,7 +245,7 @@ def costs(
         tensor=spread(t, 1, per_machine),
         pipe=spread(p, t * d * c, per_machine),
         context=spread(c, t, per_machine),
-        expert=spread(e, t, per_machine),
+        expert=spread(e, 1, per_machine),
         expert_data=spread(d * c // e, t * e, per_machine),
         attention_kernel=attention,
         trainer=hardware.calibration.trainer if is_trainer else TrainerTimes(),

@@ -87,6 +87,9 @@ def grpo_step(row: Row, figures: PeerFigures) -> float:
         "megatron",
         is_overlapping=True,
         is_trainer=(is_trainer := (row["device"], kind) not in figures.learning),
+        # Its releases send copies by NCCL: `moe_token_dispatcher_type` is Megatron-Bridge's `alltoall` in
+        # v0.4 and v0.5, as no recipe sets it, and that of examples/configs/grpo_math_1B.yaml in v0.6.
+        has_exchange_kernels=False,
         tokens_per_microbatch=longest,
         activation_checkpointing=row["recompute"] == "true",
     )

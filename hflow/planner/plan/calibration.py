@@ -202,10 +202,11 @@ class Calibration:
     """Between machines, where weights are sent from trainers to engines. None: as `inter`."""
     exchange: LinkRate | None = None
     """Between machines, where kernels such as DeepEP's send tokens to experts and all ports are in use. Not
-    where NCCL does, as for hflow's trainers. None: as `inter`."""
+    where NCCL does, as for hflow's trainers and engines. None: as `inter`."""
     expert_wait: Annotated[StrictFloat, Field(ge=1)] = 1.0
-    """Where ranks divide experts, seconds of an engine's steps and of a trainer's kernels but attention
-    over those of evenly divided tokens: tokens choose experts, and all ranks wait for the one with most."""
+    """Where ranks divide experts, seconds of an engine's steps, of a trainer's kernels but attention and of
+    its exchange of tokens over those of evenly divided tokens: tokens choose experts, and all ranks wait for
+    the one with most."""
     trainer: TrainerTimes = Field(default_factory=TrainerTimes)
     """What a trainer of reinforcement learning takes besides. Nothing where steps of hflow were measured."""
     overlap_cost: Annotated[StrictFloat, Field(ge=0, le=1)] = 0.0

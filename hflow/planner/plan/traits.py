@@ -57,6 +57,9 @@ class BackendTraits:
     sends_expert_copies: bool = False
     """Whether a token is sent once for each of its experts, and the copies are gathered by the tensor ranks
     that divide an expert. Otherwise it is sent once to each rank that has some of its experts."""
+    has_exchange_kernels: bool = False
+    """Whether kernels that are made for it, such as DeepEP's, send tokens to experts. Otherwise NCCL does, a
+    copy for each expert of a token."""
     vocab_multiple: int | None = None
     """The vocabulary is padded to a multiple of this times the tensor size. None: the tensor size must divide
     the vocabulary."""

@@ -180,6 +180,7 @@ def _layer_passes(
         tokens = total_time(expert_collectives(replica, work, passes), replica)
     else:
         tokens = expert_exchange(replica, work.rows / num).times(num * num_passes)
+    tokens = tokens.times(replica.expert_wait)
     waiting = Part("experts' host", num * num_passes * replica.expert_seconds, HOST)
     of_trainer = Part("host", num * num_passes * replica.trainer_seconds, HOST)
     exchanged = keys.seconds + tokens.seconds + waiting.seconds + of_trainer.seconds
