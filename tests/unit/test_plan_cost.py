@@ -23,6 +23,7 @@ from cost_kit import (
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hflow.config.schema import OptimConfig
 from hflow.launch.planning.compile import compile_recipe
 from hflow.planner.forecast.cost.collectives import (
     RankPlacement,
@@ -546,6 +547,16 @@ def test_what_is_exchanged_once_for_all_micro_batches():
     assert found["two"]["reduce-scatter"] == pytest.approx(
         max(4 * scatter / 33, 4 * (scatter - hidden_scatter))
     )
+
+
+def test_ranks_of_a_machine_share_its_memory_for_steps_on_the_host():
+    def stepping(layout):
+        fast = replace(TOY, host=Link("host", 1e6, 0.0))
+        one = side(layout=layout, hardware=fast, backend="megatron", optim=OptimConfig(name="adamw_cpu"))
+        return named(train(one, work(64.0), 1))["optimizer on the host"]
+
+    # Each has half of the weights, and half of the memory's rate.
+    assert stepping("t2") == stepping("d2") == pytest.approx(stepping("d1"), rel=0.02)
 
 
 def test_a_distributed_optimizer_exchanges_gradients_and_weights():

@@ -20,7 +20,7 @@ from benchmarks.planner.cost_model.comparison import (
     seconds,
 )
 from benchmarks.planner.cost_model.weights import Update, exported_tensors, over_pcie
-from hflow.config.schema import GenConfig
+from hflow.config.schema import GenConfig, OptimConfig
 from hflow.planner.forecast.cost.flops import kv_entries, work_of
 from hflow.planner.forecast.cost.generation import RolloutRequest, generate
 from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
@@ -171,6 +171,9 @@ class Step:
     """Samples of a micro-batch; 0: as many as the longest response has tokens, or 32,768."""
     is_eager: bool = False
     """Whether the engine launches kernels one by one, without CUDA graphs."""
+    memory: float = 0.8
+    """The engine's share of a device's memory."""
+    optimizer: str = "adamw"
     host: HostTimes | None = None
     """The host of the engine; None: as hflow ships it."""
 
@@ -180,7 +183,7 @@ class Step:
         layout = Layout(gpus // self.engine_tensor, self.engine_tensor)
         engine = costs(self.model, hardware(self.device), layout, "vllm", host=self.host, gen=config)
         workload = cut_workload(round(mean), self.max_response)
-        engine = limit_running(engine, PROMPT + round(mean), 0.8)
+        engine = limit_running(engine, PROMPT + round(mean), self.memory)
         batches = max(1, ahead)
         in_flight = self.groups * self.group_size * batches
         rollout = RolloutRequest(self.groups, self.group_size, in_flight, batches - 1, 0)
@@ -199,6 +202,7 @@ class Step:
             is_trainer=True,
             tokens_per_microbatch=tokens,
             activation_checkpointing=True,
+            optim=OptimConfig(self.optimizer),
         )
         num = self.groups * self.group_size
         work = work_of([PROMPT + round(mean)] * num, PROMPT, self.group_size).share(1 / data)
@@ -238,6 +242,39 @@ def _verl_step(row: Row, answers: str) -> Step:
     return Step(
         "qwen2.5-7b", "h20", 512, int(row[answers]), longest, 16, 2, backend, t, p, samples, is_eager=True
     )
+
+
+def verl_deepseek(figures: PeerFigures) -> Iterator[Comparison]:
+    """Yield generation and step of DeepSeek-V3, with log-probs of the policy and of a reference model.
+
+    The experts are on tensor ranks, which are as many.
+    """
+    for row in rows("verl_deepseek"):
+        groups, size, longest, minibatches, gpus, engine, t, p = (
+            int(row[key])
+            for key in (
+                *("prompts", "answers", "max_response", "minibatches"),
+                *("gpus", "engine_gpus", "tensor", "pipe"),
+            )
+        )
+        step = Step(
+            *("deepseek-v3", "h20", groups, size, longest, minibatches, engine, "megatron", t, p),
+            is_eager=True,
+            host=figures.host,
+            memory=float(row["memory"]),
+            optimizer="adamw_cpu",
+        )
+        mean, num_bytes = float(row["mean"]), 2 * num_parameters(model(step.model)) / gpus
+        generation, (forward_pass, updates) = step.generation(gpus, mean, 0), step.learning(gpus, mean)
+        # The policy goes to the host and back for generation, log-probs and training, the reference once.
+        switching = over_pcie(2 * 4 * num_bytes, hardware("h20"), figures)
+        whole = generation + 2 * forward_pass + updates + switching
+        for name, measured, predicted in (
+            ("generation", row["generation"], generation),
+            ("step", row["step"], whole),
+        ):
+            name = f"deepseek-v3 {gpus}xh20 in turns, {name}"
+            yield compare("verl", "MoE RL step", name, "h20", float(measured), predicted, row)
 
 
 def areal(figures: PeerFigures) -> Iterator[Comparison]:

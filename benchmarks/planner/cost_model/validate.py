@@ -33,7 +33,7 @@ from benchmarks.planner.cost_model.comparison import (
 )
 from benchmarks.planner.cost_model.decoding import qwen3_speed, tensorrt_llm
 from benchmarks.planner.cost_model.ppo import deepspeed_chat, openrlhf
-from benchmarks.planner.cost_model.reinforcement import areal, nemo_rl, verl_async
+from benchmarks.planner.cost_model.reinforcement import areal, nemo_rl, verl_async, verl_deepseek
 from benchmarks.planner.cost_model.training import (
     automodel,
     llm_foundry,
@@ -92,6 +92,7 @@ SOURCES: tuple[Source, ...] = (
     deepspeed_chat,
     openrlhf,
     verl_async,
+    verl_deepseek,
     areal,
     weight_sync,
 )
