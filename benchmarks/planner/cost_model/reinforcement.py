@@ -37,6 +37,10 @@ DEVIATION = 0.6
 """Assumed deviation of response lengths over their mean; hflow's default."""
 RUNNING = 1024
 """Sequences that vLLM runs at once by default on devices of 70 GiB or more, other than A100."""
+DEVICES = {"h100": 8, "gb200": 4}
+"""Devices of a machine."""
+DIVIDED = "MoE RL step, divided engines"
+"""Steps with engines that span machines, which no plan of hflow has."""
 STATE_BYTES = 12
 """Master weight and two moments of AdamW."""
 
@@ -47,9 +51,10 @@ def nemo_rl(figures: PeerFigures) -> Iterator[Comparison]:
     for row in rows("nemo_rl"):
         predicted, measured = grpo_step(row, figures), float(row["seconds"])
         is_dense = model(row["model"]).experts is None
+        is_divided = int(row["generate_tensor"]) > DEVICES[row["device"]]
         mode = "in turns" if row["ahead"] == "0" else f"{row['ahead']} ahead"
         name = f"{row['release']} {row['model']} {row['gpus']}x{row['device']} {mode}"
-        topic = "RL step" if is_dense else "MoE RL step"
+        topic = "RL step" if is_dense else DIVIDED if is_divided else "MoE RL step"
         yield compare("NeMo RL", topic, name, row["device"], measured, predicted, row)
         key = row["release"], row["model"], row["device"]
         rate = int(row["gpus"]) * predicted, int(row["gpus"]) * measured
@@ -274,7 +279,7 @@ def verl_deepseek(figures: PeerFigures) -> Iterator[Comparison]:
             ("step", row["step"], whole),
         ):
             name = f"deepseek-v3 {gpus}xh20 in turns, {name}"
-            yield compare("verl", "MoE RL step", name, "h20", float(measured), predicted, row)
+            yield compare("verl", DIVIDED, name, "h20", float(measured), predicted, row)
 
 
 def areal(figures: PeerFigures) -> Iterator[Comparison]:

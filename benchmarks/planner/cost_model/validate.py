@@ -72,6 +72,7 @@ KINDS = {
     "RL step": "RL step",
     "PPO": "RL step",
     "MoE RL step": "RL step, experts",
+    "MoE RL step, divided engines": "RL step, experts, engines on several machines",
     "memory": "memory",
     "MoE memory": "memory, experts",
     "weight sync": "weight update",
