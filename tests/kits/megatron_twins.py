@@ -16,9 +16,11 @@ import torch_kit as kit
 from hflow.config.schema import BalanceConfig, LoraConfig, OptimConfig
 from hflow.data.batches.batch import Batch, Column
 from hflow.shapes.layout import Layout
+from hflow.shapes.model_shape import EXPERT_TARGETS
 from hflow.training.interface import NodeCall, TrainShard
 from hflow.types import Unit
 
+OUTER = ("all-linear", "embed_tokens", "lm_head")
 STEPS = range(3, 6)
 """The versions of the tokens, so that each step compares some with the engine's log-probs."""
 FIRST, SECOND, ALL = (0, 1), (2, 3), (0, 1, 2, 3)
@@ -82,6 +84,22 @@ NODES: dict[str, tuple[NodeCall, dict[str, Any]]] = {
         kit.call(sft, "token", [], reduce="token-mean"),
         {"lora": LoraConfig(r=3, alpha=8, dora=True, targets=("v_proj", "o_proj", "gate_proj"))},
     ),
+    "adapters of experts": (
+        kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean", epochs=2),
+        {"lora": LoraConfig(r=4, alpha=8, targets=("all-linear", *EXPERT_TARGETS), save_merged=True)},
+    ),
+    "adapters of downs of mixtral": (
+        kit.call(sft, "token", [], reduce="token-mean"),
+        {"lora": LoraConfig(r=3, alpha=8, targets=(EXPERT_TARGETS[1],))},
+    ),
+    "outer adapters": (
+        kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean", epochs=2),
+        {"lora": LoraConfig(r=4, alpha=8, targets=OUTER, save_merged=True)},
+    ),
+    "critic with adapters of its embedding": (
+        kit.VALUE,
+        {"head": "value", "lora": LoraConfig(r=4, alpha=8, targets=("all-linear", "embed_tokens"))},
+    ),
     "experts with adapters": (
         kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean"),
         {"lora": LoraConfig(r=4, alpha=8)},
@@ -96,6 +114,8 @@ EXPERTS = kit.ARCHITECTURE | {
     "norm_topk_prob": True,
 }
 """The model of nodes with experts."""
+UNTIED = kit.ARCHITECTURE | {"tie_word_embeddings": False}
+"""The model of nodes with adapters of embedding and output matrix."""
 MIXTRAL = kit.ARCHITECTURE | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 """The model of nodes of Mixtral."""
 
@@ -265,6 +285,30 @@ ADAPTER_ROUNDS: list[dict[tuple[int, ...], Twin]] = [
         SECOND: Twin("adapters with magnitudes", data=2, settings=BF16),
     },
     {ALL: Twin("experts with adapters", data=2, expert=2, tensor=2, base_of="experts with adapters")},
+    {
+        FIRST: Twin("adapters of experts", data=2, expert=2, settings={"offload": "all"}, budget=20),
+        SECOND: Twin("adapters of experts", tensor=2, settings=RECOMPUTED),
+    },
+    {ALL: Twin("adapters of experts", data=2, tensor=2, expert=2)},
+    {
+        FIRST: Twin("adapters of downs of mixtral", data=2, expert=2),
+        SECOND: Twin("adapters of downs of mixtral", pipe=2, settings=RECOMPUTED, budget=20),
+    },
+    {ALL: Twin("adapters of experts", tensor=2, context=2, expert=2, base_of="experts with adapters")},
+    {
+        FIRST: Twin("adapters of experts", data=2, expert=2, settings=BF16),
+        SECOND: Twin("outer adapters", tensor=2, settings=SP | BF16),
+    },
+    {
+        FIRST: Twin("outer adapters", data=2, settings={"offload": "all"}, budget=20),
+        SECOND: Twin("outer adapters", pipe=2, settings=RECOMPUTED, budget=1),
+    },
+    {ALL: Twin("outer adapters", data=2, tensor=2, settings=SP | RECOMPUTED)},
+    {ALL: Twin("outer adapters", tensor=2, context=2, settings=NO_SP)},
+    {
+        FIRST: Twin("critic with adapters of its embedding", tensor=2, settings=NO_SP),
+        SECOND: Twin("critic with adapters of its embedding", tensor=2, settings=SP, base_of="outer adapters"),
+    },
 ]
 """The same for models with adapters."""
 ADAPTER_TWINS = {twin.name: twin for turn in ADAPTER_ROUNDS for twin in turn.values()}
@@ -311,7 +355,9 @@ def _start(node: str, checkpoint: Path) -> Path:
     """Return the checkpoint that a node starts from. Models with experts and reward models have their own."""
     if (checkpoint / node).is_dir():
         return checkpoint / node
-    own = checkpoint / ("experts" if "experts" in node else NODES[node][1].get("head", "lm"))
+    kinds = {"mixtral": "mixtral", "experts": "experts", "outer": "untied", "embedding": "untied"}
+    kind = next((kind for word, kind in kinds.items() if word in node), NODES[node][1].get("head", "lm"))
+    own = checkpoint / kind
     return own if own.is_dir() else checkpoint
 
 
@@ -325,6 +371,7 @@ def save_checkpoint(path: Path) -> None:
     kit.with_biases(kit.model()).save(str(path))()
     kit.model(architecture=EXPERTS).save(str(path / "experts"))()
     kit.model(architecture=MIXTRAL).save(str(path / "mixtral"))()
+    kit.model(architecture=UNTIED).save(str(path / "untied"))()
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,21 @@ from transformers import AutoModelForCausalLM
 from hflow.base.errors import BackendError
 from hflow.config.schema import LoraConfig
 from hflow.models.settings import RankPosition
+from hflow.shapes.model_shape import EXPERT_TARGETS
 from hflow.training.interface import TrainShard
 
 FP32 = [name for name, twin in twins.ADAPTER_TWINS.items() if twin.dtype == "fp32"]
 BF16 = [name for name, twin in twins.ADAPTER_TWINS.items() if twin.dtype == "bf16"]
-SAVED = [name for name in FP32 if twins.ADAPTER_TWINS[name].node in ("adapters", "adapters with magnitudes")]
-OPTIONS = {"lora": {}, "rslora": {"rslora": True}, "dora": {"dora": True}}
+SAVED = [name for name in FP32 if twins.NODES[twins.ADAPTER_TWINS[name].node][1]["lora"].save_merged]
+EXPERTS = ("all-linear", *EXPERT_TARGETS)
+OPTIONS = {
+    "lora": {},
+    "rslora": {"rslora": True},
+    "dora": {"dora": True},
+    "outer": {"targets": twins.OUTER},
+    "experts": {"targets": EXPERTS},
+    "downs of experts": {"targets": ("all-linear", EXPERT_TARGETS[1])},
+}
 BIASED = kit.ARCHITECTURE | {"model_type": "llama", "attention_bias": True, "mlp_bias": True}
 BATCH = kit.make_batch(kit.LENGTHS)
 
@@ -46,16 +55,23 @@ def adapted(base: Path, **changes):
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a checkpoint of a model that has a bias beside each matrix."""
-    path = tmp_path_factory.mktemp("base")
-    kit.with_biases(kit.model(architecture=BIASED)).save(str(path))()
-    return path
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return checkpoints: of a model that has a bias beside each matrix, and of two that others need."""
+    architectures = {
+        "lora": BIASED,
+        "outer": kit.ARCHITECTURE | {"tie_word_embeddings": False},
+        "experts": kit.MIXED,
+    }
+    made = {kind: tmp_path_factory.mktemp(kind) for kind in architectures}
+    for kind, path in made.items():
+        kit.with_biases(kit.model(architecture=architectures[kind])).save(str(path))()
+    return dict.fromkeys(OPTIONS, made["lora"]) | made | {"downs of experts": made["experts"]}
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
-def test_logits_and_gradients_are_those_of_peft(base, kind):
+def test_logits_and_gradients_are_those_of_peft(bases, kind):
     """The log-probs and the gradient of their sum, with the same random adapters in peft's own model."""
+    base = bases[kind]
     backend = adapted(base, lora=LoraConfig(r=4, alpha=8, **OPTIONS[kind]))
     theirs = peft_kit.twin(backend, base, backend.settings.lora)
     named = peft_kit.adapters(theirs)
@@ -78,16 +94,16 @@ def test_logits_and_gradients_are_those_of_peft(base, kind):
     optimizer.gradient_norm = keep
     nll = kit.call(lambda out: -out.logprobs, "token", [], reduce="token-sum/1")
     metrics = backend.train(nll, [TrainShard((batch,))], 0)
-    for name, gradient in gradients.items():
+    for name, gradient in peft_kit.as_named_by_peft(gradients, backend.settings.lora).items():
         torch.testing.assert_close(gradient, named[name].grad, atol=1e-5, rtol=1e-4)
     wanted = torch.nn.utils.get_total_norm([x.grad for x in named.values()])
     assert metrics["grad_norm"] == pytest.approx(float(wanted), rel=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_adapters_can_be_turned_off(base, dtype, kind):
-    backend = adapted(base, dtype=dtype, lora=LoraConfig(r=4, alpha=8, **OPTIONS[kind]))
+@pytest.mark.parametrize("kind", ["lora", "dora", "outer", "experts"])
+def test_adapters_can_be_turned_off(bases, dtype, kind):
+    backend = adapted(bases[kind], dtype=dtype, lora=LoraConfig(r=4, alpha=8, **OPTIONS[kind]))
     frozen = dataclasses.replace(backend.settings, name="ref", lora=None, trainable=False)
     plain = logprobs(megatron("backend").MegatronModel(frozen, RankPosition()))
     np.testing.assert_array_equal(logprobs(backend), plain)  # B is 0
@@ -154,7 +170,7 @@ def test_files_are_those_of_torch(directory, tmp_path, name):
     ours = load_file(saved / "adapter_model.safetensors")
     assert ours.keys() == load_file(tmp_path / "adapter_model.safetensors").keys()
     _, weights = results(directory, name)[0]
-    for key, tensor in weights.items():
+    for key, tensor in peft_kit.as_named_by_peft(weights, changes["lora"]).items():
         file_key = key.replace("_vector.weight", "_vector")
         assert torch.equal(ours[f"base_model.model.{file_key}"], tensor)
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(changes["path"]), saved)

@@ -326,16 +326,11 @@ def _check_lora_options(name: str, config: ModelConfig, shape: ModelShape | None
             f"{key}.dora is set, but {other} has no magnitudes; remove it from {key}.targets, or set "
             f"{key}.dora=false"
         )
-    asked = {
-        f"{key}.targets has {other}": other is not None,
-        f"{key}.base is {lora.base}": lora.base is not None,
-    }
-    for option in (option for option, is_asked in asked.items() if is_asked):
-        if not traits(config.backend).has_all_adapters:
-            raise PlanError(
-                f"{option}, but the {config.backend} backend cannot train that; set "
-                f"models.{name}.backend={first_with('has_all_adapters')}, or remove it"
-            )
+    if lora.base is not None and not traits(config.backend).rounds_base:
+        raise PlanError(
+            f"{key}.base is {lora.base}, but the {config.backend} backend cannot train that; set "
+            f"models.{name}.backend={first_with('rounds_base')}, or remove it"
+        )
     of_experts = next((target for target in EXPERT_TARGETS if target in lora.targets), None)
     if config.compile and (lora.base is not None or of_experts is not None):
         option = f"targets has {of_experts}" if lora.base is None else f"base is {lora.base}"

@@ -69,8 +69,8 @@ class BackendTraits:
     """Whether it trains low-rank adapters (`models.NAME.lora`)."""
     shares_base: bool = False
     """Whether an engine serves several models with adapters on one base (`models.NAME.base_of`)."""
-    has_all_adapters: bool = False
-    """Whether these may be of embedding and output matrix, and beside matrices in 4 bits."""
+    rounds_base: bool = False
+    """Whether the matrices beside adapters may be in 4 bits (`models.NAME.lora.base`)."""
     chooses_kernels: bool = False
     """Whether different kernels can compute its layers (`models.NAME.kernels`)."""
     compiles_layers: bool = False
@@ -118,7 +118,7 @@ Trait = Literal[
     "has_context_axis",
     "has_expert_axis",
     "has_adapters",
-    "has_all_adapters",
+    "rounds_base",
     "chooses_kernels",
     "compiles_layers",
     "has_own_process",

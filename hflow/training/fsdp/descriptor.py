@@ -46,7 +46,7 @@ BACKEND = Backend(
         sharded_over_data="everything",
         shares_prompts=True,
         has_adapters=True,
-        has_all_adapters=True,
+        rounds_base=True,
         compiles_layers=True,
     ),
     factory=_make_model,

@@ -14,6 +14,7 @@ from hflow.base.durable_files import WriteFiles
 from hflow.base.errors import BackendError
 from hflow.config.schema import Offload
 from hflow.data.batches.batch import Batch
+from hflow.models.adapter import adapters_off
 from hflow.models.expert_balance import ExpertBalance
 from hflow.models.host_copy import HostCopies
 from hflow.models.host_offload import HostOffload
@@ -22,7 +23,6 @@ from hflow.shapes.model_shape import expert_layers
 from hflow.training.interface import ModelBackend, NodeCall, TrainShard
 from hflow.training.loop.inputs import check_sequences, check_temperature
 from hflow.training.loop.microbatches import MicrobatchSplitter
-from hflow.training.megatron.adapters import adapters_off
 from hflow.training.megatron.hf_export import copy_model
 from hflow.training.megatron.model import Stage, build_stage
 from hflow.training.megatron.optimizer import MegatronOptimizer

@@ -102,9 +102,11 @@ def _drawn_adapters(settings: ModelSettings, parameters: Iterable[MappedParamete
     """Return all new adapters of a model by name; empty if no parameter has one."""
     if not any(".lora_" in part.tensor for row in parameters for part in row.parts):
         return {}
-    model = model_without_weights(read_config(settings), DTYPES[settings.dtype])
+    config = read_config(settings)
+    model = model_without_weights(config, DTYPES[settings.dtype])
     add_adapter(model, settings)
-    return {name: weight.detach() for name, weight in adapter_weights(model).items()}
+    drawn = ((name, weight.detach()) for name, weight in adapter_weights(model).items())
+    return dict(stacked_views(config.model_type, drawn))
 
 
 def _check(path: Path, tensors: Mapping[str, Any], shape: ModelShape) -> None:

@@ -125,6 +125,8 @@ class GroupedExperts(nn.Module):
 
         self.gate_up = parameter(num_local_experts, 2 * rows, config.hidden_size, split_axis=1)
         self.down = parameter(num_local_experts, config.hidden_size, rows, split_axis=2)
+        self.adapters = nn.ModuleDict()
+        """Name of a parameter -> its `ExpertAdapter`, if it has one."""
 
     def forward(self, tokens: Tensor, per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
         """Compute `[R, D]` -> `[R, D]`; the second result, a bias still to add, is None.
@@ -134,8 +136,17 @@ class GroupedExperts(nn.Module):
             per_expert: int64 `[n]`, how many rows each expert has.
             weights: `[R]`, by which results are multiplied.
         """
-        activated = gated_silu(_each_linear(tokens, self.gate_up, per_expert), weights)
-        return _each_linear(activated, self.down, per_expert), None
+        activated = gated_silu(self._adapted(tokens, "gate_up", per_expert), weights)
+        return self._adapted(activated, "down", per_expert), None
+
+    def _adapted(self, x: Tensor, name: str, per_expert: Tensor) -> Tensor:
+        """Multiply the rows of each expert by its matrix with its adapter, if there is one.
+
+        What tensor ranks compute with an adapter adds up to its output, as with the matrix beside it.
+        """
+        multiply = partial(_each_linear, per_expert=per_expert)
+        output = multiply(x, getattr(self, name))
+        return self.adapters[name](x, output, multiply) if name in self.adapters else output
 
 
 def forget_routing(module: nn.Module) -> None:

@@ -14,12 +14,22 @@ FP8.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import NamedTuple
 
 from hflow.shapes.layout import stage_layers
-from hflow.shapes.model_shape import MAGNITUDE, A, AdapterShape, B, ModelShape
+from hflow.shapes.model_shape import (
+    EMBEDDING,
+    EMBEDDING_A,
+    EMBEDDING_B,
+    MAGNITUDE,
+    A,
+    AdapterShape,
+    B,
+    ModelShape,
+)
 from hflow.types.kernels import LayerKernels
 
 VOCAB_MULTIPLE = 128
@@ -112,6 +122,17 @@ class AdaptedLinear:
     if it has any."""
 
 
+class AdaptedExperts(NamedTuple):
+    """The adapters of a parameter of a rank's experts."""
+
+    module: str
+    """Name in the stage of the module that has the parameter."""
+    name: str
+    """Name of the parameter in it, `gate_up` or `down`."""
+    parameters: tuple[MappedParameter, MappedParameter]
+    """A and B of all its experts. That of axis 0 is whole on all tensor ranks."""
+
+
 @dataclass(frozen=True)
 class ShardPosition:
     """A rank's tensor index, pipeline stage and expert index, which determine its weights."""
@@ -152,7 +173,8 @@ def rank_parameters(
     """
     if model.adapter is None:
         return tuple(_stage_parameters(model, position, kernels))
-    adapters = (x for linear in adapted_linears(model, position, kernels) for x in linear.parameters)
+    adapted = (*adapted_linears(model, position, kernels), *adapted_experts(model, position, kernels))
+    adapters = (x for one in adapted for x in one.parameters)
     is_last = position.stage == position.num_stages - 1
     return (*adapters, *(_scalar_head(model) if is_last else ()))
 
@@ -160,7 +182,10 @@ def rank_parameters(
 def adapted_linears(
     model: ModelShape, position: ShardPosition, kernels: LayerKernels
 ) -> Iterator[AdaptedLinear]:
-    """Yield the linear layers of a rank that have adapters; the arguments are those of `rank_parameters`."""
+    """Yield the linear layers of a rank that have adapters; the arguments are those of `rank_parameters`.
+
+    The embedding is one whose inputs are tokens.
+    """
     assert model.adapter is not None
     weights = _stage_parameters(replace(model, adapter=None), position, kernels)
     matrices = (row for row in weights if not row.is_expert and len(row.shape) == 2)
@@ -179,14 +204,17 @@ def _adapted_linear(name: str, rows: list[MappedParameter], adapter: AdapterShap
     outputs, parameters = [], []
     for tensor, blocks in parts.items():
         path, module = tensor.removesuffix("weight"), tensor.split(".")[-2]
-        axis, (num_outputs, num_inputs) = blocks[0].axis, blocks[0].shape
+        axis, (num_outputs, num_inputs), (end_a, end_b) = blocks[0].axis, blocks[0].shape, (A, B)
+        if module == EMBEDDING:
+            axis, num_outputs, num_inputs, end_a, end_b = 1, num_inputs, num_outputs, EMBEDDING_A, EMBEDDING_B
         span = (blocks[0].span[0], blocks[-1].span[1])  # the blocks of a rank are neighbours
+        padding = rows[0].shape[0] - blocks[0].length if rows[0].has_padding else 0
         outputs.append((module, span[1] - span[0] if axis == 0 else num_outputs))
         if module not in adapter.targets:
             continue
         kinds: list[tuple[str, str, int, tuple[int, ...]]] = [
-            ("A", A, 1, (adapter.r, num_inputs)),
-            ("B", B, 0, (num_outputs, adapter.r)),
+            ("A", end_a, 1, (adapter.r, num_inputs)),
+            ("B", end_b, 0, (num_outputs, adapter.r)),
         ]
         if adapter.has_magnitudes:
             kinds.append(("magnitude", MAGNITUDE, 0, (num_outputs,)))
@@ -196,9 +224,53 @@ def _adapted_linear(name: str, rows: list[MappedParameter], adapter: AdapterShap
                 parameters.append(_whole(ours, theirs, whole))
                 continue
             part = TensorPart(theirs, whole, axis, span, 0)
-            shape = (*whole[:axis], part.length, *whole[axis + 1 :])
+            shape = _with(whole, axis, part.length + padding)
             parameters.append(MappedParameter(ours, shape, (part,), tensor in copied))
     return AdaptedLinear(name, tuple(outputs), axis == 1, len(blocks), tuple(parameters))
+
+
+def adapted_experts(
+    model: ModelShape, position: ShardPosition, kernels: LayerKernels
+) -> Iterator[AdaptedExperts]:
+    """Yield the adapters of a rank's experts; the arguments are those of `rank_parameters`.
+
+    Tensor ranks divide the rows F of B or the columns F of A, as those of the matrices beside them.
+    """
+    assert model.adapter is not None
+    for row in _stage_parameters(replace(model, adapter=None), position, kernels):
+        module, _, name = row.name.rpartition(".")
+        if not row.is_expert or f"experts.{name}_proj" not in model.adapter.targets:
+            continue
+        r, first = model.adapter.r, row.parts[0]
+        axis, stack, path = first.axis, first.experts, first.tensor.rpartition("experts.")[0]
+        assert stack is not None, "experts are stacked"
+        whole_end, divided_end = (A, B) if axis == 1 else (B, A)
+
+        def parameter(end: str, replaced: int, parts: Iterable[TensorPart]) -> MappedParameter:
+            """Return the parameter whose shape is that of the matrices with r on one axis."""
+            mapped = f"{module}.adapters.{name}.{end.removesuffix('.weight')}"
+            return MappedParameter(mapped, _with(row.shape, replaced, r), tuple(parts), is_expert=True)
+
+        every = f"{path}experts.{name}_proj.{whole_end}", _with(first.shape, axis, r)
+        whole = parameter(whole_end, axis, [TensorPart(*every, 0, stack, 0)])
+        divided = parameter(
+            divided_end,
+            3 - axis,
+            (
+                replace(
+                    part,
+                    tensor=part.tensor.removesuffix("weight") + divided_end,
+                    shape=_with(part.shape, 3 - axis, r),
+                )
+                for part in row.parts
+            ),
+        )
+        yield AdaptedExperts(module, name, (whole, divided) if axis == 1 else (divided, whole))
+
+
+def _with(shape: tuple[int, ...], axis: int, size: int) -> tuple[int, ...]:
+    """Return a shape with another size of one axis."""
+    return (*shape[:axis], size, *shape[axis + 1 :])
 
 
 def backbone_shapes(model: ModelShape) -> dict[str, tuple[int, ...]]:

@@ -39,8 +39,9 @@ from hflow.models.packed_attention import PackedLayout
 from hflow.models.settings import ModelSettings
 from hflow.shapes.model_shape import ModelShape, adapted_shape, adapter_targets
 from hflow.training.fsdp.build import HEADS, check_choice
-from hflow.training.loop.logprobs import OutputMatrix
-from hflow.training.megatron.adapters import add_adapters, set_magnitudes
+from hflow.training.loop.kept_sets import KeptSets
+from hflow.training.loop.logprobs import MatrixLogits, OutputMatrix
+from hflow.training.megatron.adapters import OutputAdapter, add_adapters, set_magnitudes
 from hflow.training.megatron.attention import PackedInputs, rotary_frequencies
 from hflow.training.megatron.checkpoint_reader import load_parameters, open_weights
 from hflow.training.megatron.config import block_spec, transformer_config
@@ -49,7 +50,6 @@ from hflow.training.megatron.experts import inform_routers
 from hflow.training.megatron.hf_mapping import (
     MappedParameter,
     ShardPosition,
-    adapted_linears,
     padded_vocab_size,
     rank_parameters,
 )
@@ -67,7 +67,7 @@ class Stage:
 
     module: GPTModel
     """Called with `inputs(...)`. Returns the input of the next stage. The last stage returns hidden states
-    `[U, D]`, the same on all tensor ranks, for `output_matrix` or the scalar `output_layer`. With context
+    `[U, D]`, the same on all tensor ranks, for `logits` or the scalar `output_layer`. With context
     parallelism, U is the number of the rank's own rows, everywhere in this module."""
     config: TransformerConfig
     hf_config: PreTrainedConfig
@@ -187,26 +187,36 @@ class Stage:
         first = self.parallel.t * num_rows if self.token_share > 1 else 0
         return padded[first : first + num_rows]
 
-    @property
-    def output_matrix(self) -> OutputMatrix:
-        """The rank's rows of the output matrix, on the last stage.
+    def logits(self, hidden: Tensor, temperature: float = 1.0, kept: KeptSets | None = None) -> MatrixLogits:
+        """Return the logits of hidden states `[N, D]`, on the last stage.
 
         Gradients of the hidden states are summed over the tensor ranks in the model's own backward pass.
+
+        Args:
+            hidden: the rows that need logits.
+            temperature: logits are divided by it.
+            kept: the tokens that each row's distribution is over; None: all.
         """
         if self.shape.is_tied:
             weight = self.module.shared_embedding_or_output_weight()
         else:
             weight = self.module.output_layer.weight
         num_valid = min(max(self.shape.vocab - self.vocab_start, 0), self.vocab_rows)
-        return OutputMatrix(weight, None, self.vocab_start, num_valid, self.parallel.groups.tp)
+        adapter = self.module.output_layer._modules.get("adapters")
+        low = b = None
+        if isinstance(adapter, OutputAdapter):
+            low, b = adapter.low(hidden), adapter.b
+        matrix = OutputMatrix(weight, None, self.vocab_start, num_valid, self.parallel.groups.tp, b)
+        return MatrixLogits(hidden, matrix, temperature, kept, low)
 
     def zero_loss(self, hidden: Tensor) -> Tensor:
         """Return a loss of 0 whose backward pass gives all weights gradients, of 0, on the last stage.
 
         Gradients of a bucket are summed over data ranks once all of its weights have theirs.
         """
-        head = self.output_matrix.logits if self.head == "lm" else self.module.output_layer
-        zero: Tensor = head(hidden[:0]).sum()
+        if self.head == "lm":
+            return self.logits(hidden[:0]).whole().sum()
+        zero: Tensor = self.module.output_layer(hidden[:0]).sum()
         return zero
 
 
@@ -282,7 +292,7 @@ def _uninitialized_stage(
         targets = lora.chosen(adapter_targets(shape))
         trained = adapted_shape(shape, lora.r, targets, has_magnitudes=lora.dora)
         with torch.device(device):
-            add_adapters(module, adapted_linears(trained, position, kernels), lora.scale)
+            add_adapters(module, trained, position, kernels, lora.scale)
     if parallel.is_first_stage:
         module.embedding.register_forward_hook(partial(_prepare_embedded, needs_gradient=lora is not None))
     parameters = rank_parameters(trained, position, kernels)

@@ -59,7 +59,7 @@ class MegatronOptimizer(StepOptimizer):
         """The stage's module with its gradient buffers, through which forward and backward passes run."""
         self._parts = self._distributed_optimizers(stage)
         """Optimizers of the weights that all data ranks have, and of the experts that expert ranks divide."""
-        self._all_ranks = stage.parallel.group
+        self._all_ranks, self._device = stage.parallel.group, stage.device
         self.ranges = updated_ranges(stage, self._parts)
         """Parameter name -> the range that this rank updates."""
         self.master_weights = separate_master_weights(stage, self.ranges)
@@ -95,7 +95,7 @@ class MegatronOptimizer(StepOptimizer):
             part.prepare_grads()
             gradients += part.get_main_grads_for_grad_norm()
         # Megatron's own function waits once for each tensor where neither Apex nor Transformer Engine is.
-        return total_norm(gradients, self.module.buffers[0].grad_data.device, self._all_ranks)
+        return total_norm(gradients, self._device, self._all_ranks)
 
     def step(self, norm: float) -> None:
         """Clip by the norm of `gradient_norm`, update, and begin to gather the weights; a collective."""
@@ -140,8 +140,7 @@ class MegatronOptimizer(StepOptimizer):
         """Return separate master weights, and the optimizer's state, if it is on their device."""
         masters = [master.shard for master in self.master_weights.values()]
         states = (state for part in self._parts for state in part.optimizer.state.values())
-        device = self.module.buffers[0].grad_data.device
-        return [*masters, *(x for state in states for x in state.values() if x.device == device)]
+        return [*masters, *(x for state in states for x in state.values() if x.device == self._device)]
 
     def gradients(self) -> list[Tensor]:
         """Return the buffers of gradients, whose values count within a minibatch only."""

@@ -198,6 +198,8 @@ def _adapter_exchanges(
         sizes: dict[tuple[str, bool], int] = {}
         """(Attention or MLP, whether ranks divide inputs) -> numbers of a token."""
         for spec in layer_template(replica.trained_shape, first):
+            if spec.num_experts > 1:  # what tensor ranks exchange of experts is summed with it
+                continue
             if spec.name.endswith(A):
                 linear = spec.name.split(".")[-4], spec.split_axis is not None
                 sizes[linear] = sizes.get(linear, 0) + spec.shape[0]
@@ -381,7 +383,10 @@ def bucket_collectives(
         sizes = stage_sizes(replica.trained_shape, replica.traits, layout, stage)
         limit = max(MIN_BUCKET_WEIGHTS, BUCKET_WEIGHTS_PER_RANK * layout.data)
         num = 1 if stage > 0 else max(1, math.ceil(sizes.total / limit))
-        yield Collectives(kind, "data", sizes.total * width / num, num)
+        experts = sizes.experts if layout.expert > 1 else 0
+        if experts and layout.num_expert_copies > 1:
+            yield Collectives(kind, "expert_data", experts * width, 1)
+        yield Collectives(kind, "data", (sizes.total - experts) * width / num, num)
         return
     num, num_of_experts = num_buckets(shape, layout, stage)
     others, experts = _bucket_weights(shape, layout, stage)
@@ -468,7 +473,7 @@ def shared_gradients(replica: ReplicaCosts, stage: int = 0) -> Iterator[Collecti
     if replica.trains_adapters:
         layers = equal_layers(replica.trained_shape, *stage_layers(shape.num_layers, layout.pipe)[stage])
         whole = sum(
-            (last - first) * spec.numel
+            (last - first) * spec.numel / (layout.expert if spec.num_experts > 1 else 1)
             for first, last in layers
             for spec in layer_template(replica.trained_shape, first)
             if spec.split_axis is None
