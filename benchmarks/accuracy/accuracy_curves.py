@@ -36,6 +36,7 @@ UPDATES = {
     "lora, megatron": (*LORA, MEGATRON),
     "dora": DORA,
     "dora, megatron": (*DORA, MEGATRON),
+    "dora, micro-batches": (*DORA, "models.actor.tokens_per_microbatch=200"),
 }
 """What is trained and how -> settings. With AdamW it is the first of the policies."""
 TASKS: dict[str, dict[str, tuple[str, ...]]] = {

@@ -26,7 +26,15 @@ from hflow.planner.plan.traits import traits
 from hflow.planner.weights.sharding import rank_tensors
 from hflow.shapes.architectures import read_shape
 from hflow.shapes.layout import Layout
-from hflow.shapes.model_shape import AdapterShape, Experts, ModelShape, adapter_targets, tensors
+from hflow.shapes.model_shape import (
+    AdapterShape,
+    Experts,
+    ModelShape,
+    adapter_targets,
+    expert_targets,
+    outer_targets,
+    tensors,
+)
 from hflow.training.fsdp.backend import TorchModel
 from hflow.training.megatron.hf_mapping import (
     ShardPosition,
@@ -110,7 +118,8 @@ def test_a_rank_holds_the_boxes_of_the_plan(architecture, head, layout, kernels)
     shape, grid = shape_of(architecture, head), Layout.parse(layout)
     assert shape == read_shape(architecture, head)
     check_boxes(shape, grid, kernels)
-    for targets in (adapter_targets(shape), ("k_proj", "down_proj")):
+    others = (*expert_targets(shape), *outer_targets(shape)) if kernels is LayerKernels.TORCH else ()
+    for targets in ((*adapter_targets(shape), *others), ("k_proj", "down_proj")):
         check_boxes(replace(shape, adapter=AdapterShape(4, targets)), grid, kernels)
 
 
