@@ -129,8 +129,8 @@ def as_in_peft(weights: Mapping[str, Tensor], targets: Sequence[str]) -> dict[st
     """Return adapters as peft saves them: those of a parameter of experts as `[N r, I]` and `[O, r N]`.
 
     Args:
-        weights: adapters by name, `[N, r, I]` and `[N, O, r]` if they are those of experts. Second matrices of
-            gates and ups may be apart, as `stacked_views` yields them.
+        weights: adapters by name, `[N, r, I]` and `[N, O, r]` if they are those of experts. B of gates and B
+            of ups may be apart, as `stacked_views` yields them.
         targets: members of `EXPERT_TARGETS` that have adapters; adapters of others stay as they are.
     """
     of_gate, of_up = (f".{_MODULE}{x}_proj.{B}" for x in ("gate", "up"))
@@ -145,7 +145,7 @@ def as_in_peft(weights: Mapping[str, Tensor], targets: Sequence[str]) -> dict[st
 
 
 def _as_in_peft(name: str, x: Tensor, targets: Sequence[str]) -> tuple[str, Tensor]:
-    """Return the name and the values of one. peft wraps the module once for each parameter, the first inside."""
+    """Return its name and values. peft wraps a module once for each parameter, the first one innermost."""
     end = A if name.endswith(A) else B
     path = name.removesuffix(f".{end}")
     target = next((target for target in targets if path.endswith(f".{target}")), None)

@@ -189,7 +189,7 @@ def is_in_fp32(tensor: str) -> bool:
 
 EMBEDDING, OUTPUT = "embed_tokens", "lm_head"
 """The modules of the embedding and of the output matrix."""
-EXPERT_TARGETS = ("experts.gate_up_proj", "experts.down_proj")
+EXPERT_TARGETS = GATES_AND_UPS, DOWNS = ("experts.gate_up_proj", "experts.down_proj")
 """The parameters of a layer's experts that adapters can be added to, as in transformers: the gates and ups,
 `[N, 2F, D]`, and the downs, `[N, D, F]`."""
 A, B = "lora_A.weight", "lora_B.weight"
@@ -521,9 +521,7 @@ def _embedding_adapter(shape: ModelShape) -> Iterator[TensorSpec]:
     if EMBEDDING in shape.adapter.targets:
         path, r = f"{shape.prefix}{EMBEDDING}", shape.adapter.r
         of_tokens = (r, shape.vocab)
-        yield TensorSpec(
-            f"{path}.{EMBEDDING_A}", of_tokens, None, "embedding", 1, shape.vocab, may_pad=True
-        )
+        yield TensorSpec(f"{path}.{EMBEDDING_A}", of_tokens, None, "embedding", 1, shape.vocab, may_pad=True)
         yield TensorSpec(f"{path}.{EMBEDDING_B}", (shape.hidden, r), None, "embedding")
 
 

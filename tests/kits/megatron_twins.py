@@ -307,7 +307,9 @@ ADAPTER_ROUNDS: list[dict[tuple[int, ...], Twin]] = [
     {ALL: Twin("outer adapters", tensor=2, context=2, settings=NO_SP)},
     {
         FIRST: Twin("critic with adapters of its embedding", tensor=2, settings=NO_SP),
-        SECOND: Twin("critic with adapters of its embedding", tensor=2, settings=SP, base_of="outer adapters"),
+        SECOND: Twin(
+            "critic with adapters of its embedding", tensor=2, settings=SP, base_of="outer adapters"
+        ),
     },
 ]
 """The same for models with adapters."""

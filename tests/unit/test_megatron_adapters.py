@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import megatron_twins as twins
+import memory_kit
 import numpy as np
 import peft_kit
 import pytest
@@ -124,6 +125,45 @@ def test_adapters_can_be_turned_off(bases, dtype, kind):
 def logprobs(backend) -> np.ndarray:
     (result,) = backend.infer(kit.LOGPROBS, [BATCH])
     return result.columns["result"].values
+
+
+# ------------------------------------------------------------------------------- memory
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["lora", "dora", "outer", "experts"])
+def test_the_plan_counts_what_is_allocated(kind, dtype):
+    """To the byte, but for the alignment of gradients in their buffers."""
+    architecture = (memory_kit.MIXED if kind == "experts" else memory_kit.ARCHITECTURE) | {
+        "vocab_size": 256,  # two times 128, so that it is not padded
+        "tie_word_embeddings": False,
+    }
+    lora = LoraConfig(r=8, **OPTIONS[kind])
+    settings = dataclasses.replace(kit.SETTINGS, architecture=architecture, lora=lora, dtype=dtype)
+    backend = megatron("backend").MegatronModel(settings, RankPosition())
+    rank = memory_kit.rank(memory_kit.shape_of(architecture), backend="megatron", dtype=dtype, lora=lora)
+    planned, optimizer = memory_kit.named(megatron("memory").model_state(rank)), backend._optimizer
+    weights = sum(x.nbytes for x in backend._stage.module.parameters())
+    assert planned["weights"] + planned["adapters"] == weights
+    held = sum(x.nbytes for x in optimizer.states())
+    assert planned.get("fp32 weights", 0) + planned["optimizer"] == held
+    gradients = sum(x.nbytes for x in optimizer.gradients())
+    assert 0 <= gradients - planned["gradients"] <= 512 * len(backend._stage.parameters)
+
+
+@pytest.mark.parametrize("kind", ["outer", "experts"])
+def test_the_memory_of_real_steps(kind):
+    architecture = memory_kit.MIXED if kind == "experts" else memory_kit.ARCHITECTURE
+    architecture = architecture | {"tie_word_embeddings": False}
+    options = {"lora": LoraConfig(r=8, **OPTIONS[kind]), "dtype": "bf16"}
+    build = megatron("backend").MegatronModel
+    real = memory_kit.real_peaks(architecture, 8, 64, build=build, **options)
+    rank = memory_kit.rank(memory_kit.shape_of(architecture), backend="megatron", **options)
+    batch = memory_kit.microbatch(512, 384)
+    trained, inferred = (
+        step(rank, batch).total() for step in (megatron("memory").train_step, megatron("memory").infer_step)
+    )
+    # Inputs of frozen routers and experts count as kept, as in full training.
+    assert trained == pytest.approx(real[0], rel=0.25 if kind == "experts" else 0.15)
+    assert inferred == pytest.approx(real[1], rel=0.15)
 
 
 # ------------------------------------------------------------------------------- ranks

@@ -9,7 +9,7 @@ Only the r numbers of a token between the two matrices are exchanged. Where tens
 a layer, each has all of A and its rows of B; where they divide the inputs, each has its columns of A and all
 of B. The embedding is a layer whose inputs, tokens, are divided. Magnitudes are divided as the rows of B;
 where ranks divide the inputs, lengths of rows are sums over them. With sequence parallelism, a matrix that
-all ranks have computes a part of the tokens on each of them, and its gradients are summed with those of norms.
+all ranks have computes a part of the tokens on each, and its gradients are summed with those of norms.
 
 Experts and the output matrix exchange nothing, as each tensor rank computes a term of what is summed anyway:
 of the outputs of experts, and of the gradient of the last hidden states. So do gradients of the matrices that
@@ -112,13 +112,13 @@ class LinearAdapters(nn.Module):
             start = stop
         self.has_magnitudes = any(name.endswith(_MAGNITUDE) for name in self._parameters)
 
-    def forward(self, x: Tensor, output: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, output: Tensor, layer: Any, bias: Tensor | None) -> Tensor:
         """Return the output `[U, 1, O]` of the layer with its adapters.
 
         Args:
             x: the layer's input, `[U, 1, I]`.
             output: the layer's output without adapters, which may be overwritten.
-            weight: the layer's matrices, `[O, I]`.
+            layer: has the matrices `weight`, `[O, I]`.
             bias: the bias in the output, `[O]`; None: there is none, or it is still to add.
         """
         if self._disable_adapters:
@@ -126,7 +126,7 @@ class LinearAdapters(nn.Module):
         adapted = self._add_low_rank(x, output)
         if not self.has_magnitudes:
             return adapted
-        factor = self._factor(weight)
+        factor = self._factor(layer.weight)
         scaled = factor * adapted
         return scaled if bias is None else scaled + (1 - factor) * bias
 
@@ -219,19 +219,17 @@ class EmbeddingAdapter(LinearAdapters):
 class OutputAdapter(LinearAdapters):
     """The adapter of an output matrix, whose logits are computed elsewhere."""
 
-    def low(self, hidden: Tensor) -> Tensor | None:
-        """Return by what B is multiplied, `[N, r]`, given hidden states `[N, D]`; None if it is off."""
+    def factors(self, hidden: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Return the r numbers of hidden states `[N, D]`, `[N, r]`, and this rank's rows of B, `[V', r]`.
+
+        None if the adapter is off.
+        """
         if self._disable_adapters:
-            return None
-        a = self.get_parameter(f"{OUTPUT}_A")
+            return None, None
+        a: Tensor = self.get_parameter(f"{OUTPUT}_A")
         if not self.sequence_parallel and self.tp_group.size() > 1:
             a = sum_gradient(a, self.tp_group)
-        return linear(hidden, a) * self.scale
-
-    @property
-    def b(self) -> Tensor | None:
-        """This rank's rows of B, `[V', r]`; None if the adapter is off."""
-        return None if self._disable_adapters else self.get_parameter(f"{OUTPUT}_B")
+        return linear(hidden, a) * self.scale, self.get_parameter(f"{OUTPUT}_B")
 
 
 def add_adapters(
@@ -258,30 +256,28 @@ def add_adapters(
         else:
             layer.adapters = LinearAdapters(of, *others)
             layer.register_forward_hook(_add_output)
-    for of_experts in adapted_experts(shape, position, kernels):
-        experts: Any = stage.get_submodule(of_experts.module)
-        a, b = (torch.empty(row.shape, dtype=config.params_dtype) for row in of_experts.parameters)
-        experts.adapters[of_experts.name] = adapter = ExpertAdapter(a, b, scale)
-        for row, weight in zip(of_experts.parameters, adapter.parameters(), strict=True):
-            of_weight: Any = weight
-            of_weight.allreduce = position.num_expert == 1  # whether all data ranks have it
+    for module, name, parameters in adapted_experts(shape, position, kernels):
+        a, b = (torch.empty(row.shape, dtype=config.params_dtype) for row in parameters)
+        adapter: Any = ExpertAdapter(a, b, scale)
+        stage.get_submodule(module).get_submodule("adapters").add_module(name, adapter)
+        for row, weight in zip(parameters, adapter.parameters(), strict=True):
+            weight.allreduce = position.num_expert == 1  # whether all data ranks have it
             if axis := row.parts[0].axis:  # tensor ranks divide it
                 set_tensor_model_parallel_attributes(weight, True, axis, 1)
             else:
-                of_weight.sequence_parallel = config.sequence_parallel
+                weight.sequence_parallel = config.sequence_parallel
 
 
 def _add_output(layer: Any, args: tuple[Tensor, ...], result: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
     """Return a layer's result, an output and a bias still to add, with the adapters' output added."""
     output, bias = result
-    return layer.adapters(args[0], output, layer.weight, layer.bias if bias is None else None), bias
+    return layer.adapters(args[0], output, layer, layer.bias if bias is None else None), bias
 
 
 def _add_to_embedded(layer: Any, args: object, kwargs: dict[str, Tensor], output: Tensor) -> Tensor:
     """Return embedded tokens with the output of the embedding's adapter added."""
-    embedded: Tensor = layer.word_embeddings.adapters(
-        kwargs["input_ids"], output, layer.word_embeddings.weight, None
-    )
+    lookup = layer.word_embeddings
+    embedded: Tensor = lookup.adapters(kwargs["input_ids"], output, lookup, None)
     return embedded
 
 

@@ -14,7 +14,7 @@ FP8.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
@@ -173,10 +173,10 @@ def rank_parameters(
     """
     if model.adapter is None:
         return tuple(_stage_parameters(model, position, kernels))
-    adapted = (*adapted_linears(model, position, kernels), *adapted_experts(model, position, kernels))
-    adapters = (x for one in adapted for x in one.parameters)
+    linears = (x for linear in adapted_linears(model, position, kernels) for x in linear.parameters)
+    experts = (x for one in adapted_experts(model, position, kernels) for x in one.parameters)
     is_last = position.stage == position.num_stages - 1
-    return (*adapters, *(_scalar_head(model) if is_last else ()))
+    return (*linears, *experts, *(_scalar_head(model) if is_last else ()))
 
 
 def adapted_linears(
@@ -239,33 +239,37 @@ def adapted_experts(
     assert model.adapter is not None
     for row in _stage_parameters(replace(model, adapter=None), position, kernels):
         module, _, name = row.name.rpartition(".")
-        if not row.is_expert or f"experts.{name}_proj" not in model.adapter.targets:
-            continue
-        r, first = model.adapter.r, row.parts[0]
-        axis, stack, path = first.axis, first.experts, first.tensor.rpartition("experts.")[0]
-        assert stack is not None, "experts are stacked"
-        whole_end, divided_end = (A, B) if axis == 1 else (B, A)
+        if row.is_expert and f"experts.{name}_proj" in model.adapter.targets:
+            yield AdaptedExperts(module, name, _expert_adapter(row, module, name, model.adapter.r))
 
-        def parameter(end: str, replaced: int, parts: Iterable[TensorPart]) -> MappedParameter:
-            """Return the parameter whose shape is that of the matrices with r on one axis."""
-            mapped = f"{module}.adapters.{name}.{end.removesuffix('.weight')}"
-            return MappedParameter(mapped, _with(row.shape, replaced, r), tuple(parts), is_expert=True)
 
-        every = f"{path}experts.{name}_proj.{whole_end}", _with(first.shape, axis, r)
-        whole = parameter(whole_end, axis, [TensorPart(*every, 0, stack, 0)])
-        divided = parameter(
-            divided_end,
-            3 - axis,
-            (
-                replace(
-                    part,
-                    tensor=part.tensor.removesuffix("weight") + divided_end,
-                    shape=_with(part.shape, 3 - axis, r),
-                )
-                for part in row.parts
-            ),
+def _expert_adapter(
+    row: MappedParameter, module: str, name: str, r: int
+) -> tuple[MappedParameter, MappedParameter]:
+    """Return A and B of a parameter of experts. Each has r in the place of one axis of the matrices."""
+    first, axis = row.parts[0], row.parts[0].axis
+    assert first.experts is not None, "experts are stacked"
+    whole_end, divided_end = (A, B) if axis == 1 else (B, A)
+    tensor = f"{first.tensor.rpartition('experts.')[0]}experts.{name}_proj.{whole_end}"
+    of_whole = [TensorPart(tensor, _with(first.shape, axis, r), 0, first.experts, 0)]
+    of_divided = [
+        replace(
+            part,
+            tensor=part.tensor.removesuffix("weight") + divided_end,
+            shape=_with(part.shape, 3 - axis, r),
         )
-        yield AdaptedExperts(module, name, (whole, divided) if axis == 1 else (divided, whole))
+        for part in row.parts
+    ]
+    whole, divided = (
+        MappedParameter(
+            f"{module}.adapters.{name}.{end.removesuffix('.weight')}",
+            _with(row.shape, replaced, r),
+            tuple(parts),
+            is_expert=True,
+        )
+        for end, replaced, parts in ((whole_end, axis, of_whole), (divided_end, 3 - axis, of_divided))
+    )
+    return (whole, divided) if axis == 1 else (divided, whole)
 
 
 def _with(shape: tuple[int, ...], axis: int, size: int) -> tuple[int, ...]:

@@ -205,7 +205,7 @@ class Stage:
         adapter = self.module.output_layer._modules.get("adapters")
         low = b = None
         if isinstance(adapter, OutputAdapter):
-            low, b = adapter.low(hidden), adapter.b
+            low, b = adapter.factors(hidden)
         matrix = OutputMatrix(weight, None, self.vocab_start, num_valid, self.parallel.groups.tp, b)
         return MatrixLogits(hidden, matrix, temperature, kept, low)
 

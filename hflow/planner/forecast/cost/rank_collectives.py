@@ -383,10 +383,10 @@ def bucket_collectives(
         sizes = stage_sizes(replica.trained_shape, replica.traits, layout, stage)
         limit = max(MIN_BUCKET_WEIGHTS, BUCKET_WEIGHTS_PER_RANK * layout.data)
         num = 1 if stage > 0 else max(1, math.ceil(sizes.total / limit))
-        experts = sizes.experts if layout.expert > 1 else 0
-        if experts and layout.num_expert_copies > 1:
-            yield Collectives(kind, "expert_data", experts * width, 1)
-        yield Collectives(kind, "data", (sizes.total - experts) * width / num, num)
+        of_experts = sizes.experts if layout.expert > 1 else 0
+        if of_experts and layout.num_expert_copies > 1:
+            yield Collectives(kind, "expert_data", of_experts * width, 1)
+        yield Collectives(kind, "data", (sizes.total - of_experts) * width / num, num)
         return
     num, num_of_experts = num_buckets(shape, layout, stage)
     others, experts = _bucket_weights(shape, layout, stage)

@@ -75,12 +75,18 @@ def kept_by_adapters(rank: Rank, batch: MicroBatch) -> int:
     return round(rank.width * (sizes.low + outputs) * batch.tokens)
 
 
-def added_by_adapter(rank: Rank, tokens: int) -> int:
-    """Return the bytes of what an adapter of the MLP's first matrices adds, beside the sum."""
+def added_by_adapter(rank: Rank, tokens: int, *targets: str) -> int:
+    """Return the bytes of what an adapter of the MLP's first matrices adds, beside the sum.
+
+    Args:
+        rank: computes it.
+        tokens: those of a micro-batch.
+        targets: the matrices to which the backend adds so.
+    """
     adapter = rank.trained_shape.adapter
-    if adapter is None or "up_proj" not in adapter.targets:
+    if adapter is None or not set(targets).intersection(adapter.targets):
         return 0
-    return rank.width * _most_mlp_rows(rank.shape) * tokens
+    return rank.width * _most_mlp_rows(rank.shape) // rank.tensor * tokens
 
 
 def measured_matrix(rank: Rank) -> int:
