@@ -405,6 +405,17 @@ def expert_parameters(shape: ModelShape) -> int:
     )
 
 
+@lru_cache
+def undivided_parameters(shape: ModelShape, first: int, last: int, num_expert: int) -> int:
+    """Return the parameters of layers `[first, last)` that tensor ranks have whole, over some expert ranks."""
+    return sum(
+        (stop - start) * spec.numel // (num_expert if spec.num_experts > 1 else 1)
+        for start, stop in equal_layers(shape, first, last)
+        for spec in layer_template(shape, start)
+        if spec.split_axis is None
+    )
+
+
 def active_parameters(shape: ModelShape) -> int:
     """Return the number of parameters that compute with one token: of the experts, those chosen for it.
 

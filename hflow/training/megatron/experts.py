@@ -10,6 +10,7 @@ to this rank, once for each of its experts), F rows of an expert, T tensor ranks
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -136,15 +137,16 @@ class GroupedExperts(nn.Module):
             per_expert: int64 `[n]`, how many rows each expert has.
             weights: `[R]`, by which results are multiplied.
         """
-        activated = gated_silu(self._adapted(tokens, "gate_up", per_expert), weights)
-        return self._adapted(activated, "down", per_expert), None
+        ends = per_expert.cumsum(0).to(tokens.device, torch.int32, non_blocking=True)
+        multiply = partial(_each_linear, per_expert=per_expert, ends=ends)
+        activated = gated_silu(self._adapted(tokens, "gate_up", multiply), weights)
+        return self._adapted(activated, "down", multiply), None
 
-    def _adapted(self, x: Tensor, name: str, per_expert: Tensor) -> Tensor:
+    def _adapted(self, x: Tensor, name: str, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Multiply the rows of each expert by its matrix with its adapter, if there is one.
 
         What tensor ranks compute with an adapter adds up to its output, as with the matrix beside it.
         """
-        multiply = partial(_each_linear, per_expert=per_expert)
         output = multiply(x, getattr(self, name))
         return self.adapters[name](x, output, multiply) if name in self.adapters else output
 
@@ -160,12 +162,18 @@ def forget_routing(module: nn.Module) -> None:
             layer.token_dispatcher.probs = None
 
 
-def _each_linear(x: Tensor, weight: Tensor, per_expert: Tensor) -> Tensor:
-    """Multiply the rows of each expert by its matrix: `[R, I]`, `[n, O, I]` -> `[R, O]`."""
+def _each_linear(x: Tensor, weight: Tensor, per_expert: Tensor, ends: Tensor) -> Tensor:
+    """Multiply the rows of each expert by its matrix: `[R, I]`, `[n, O, I]` -> `[R, O]`.
+
+    Args:
+        x: the rows, by expert.
+        weight: the matrices.
+        per_expert: int64 `[n]`, how many rows each expert has, on the host.
+        ends: int32 `[n]`, the row after the last one of each, on the device.
+    """
     if not len(x):
         return linear(x, weight[0])  # takes part in the backward pass of the exchange of tokens
     if _has_grouped_product(weight):
-        ends = per_expert.cumsum(0).to(x.device, torch.int32, non_blocking=True)
         product: Tensor = grouped_mm(x, weight.transpose(1, 2), offs=ends)
         return product
     parts = zip(x.split(per_expert.tolist()), weight, strict=True)  # host: the dispatcher has copied it

@@ -39,6 +39,7 @@ from hflow.shapes.model_shape import (
     equal_layers,
     expert_layers,
     layer_template,
+    undivided_parameters,
 )
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
@@ -471,13 +472,8 @@ def shared_gradients(replica: ReplicaCosts, stage: int = 0) -> Iterator[Collecti
     if not replica.traits.is_model_parallel:
         return
     if replica.trains_adapters:
-        layers = equal_layers(replica.trained_shape, *stage_layers(shape.num_layers, layout.pipe)[stage])
-        whole = sum(
-            (last - first) * spec.numel / (layout.expert if spec.num_experts > 1 else 1)
-            for first, last in layers
-            for spec in layer_template(replica.trained_shape, first)
-            if spec.split_axis is None
-        )
+        layers = stage_layers(shape.num_layers, layout.pipe)[stage]
+        whole = undivided_parameters(replica.trained_shape, *layers, layout.expert)
         if replica.token_share > 1 and whole:
             yield Collectives("all-reduce", "tensor", FP32_BYTES * whole, 1)
         return
