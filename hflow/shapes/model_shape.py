@@ -407,7 +407,7 @@ def expert_parameters(shape: ModelShape) -> int:
 
 @lru_cache
 def undivided_parameters(shape: ModelShape, first: int, last: int, num_expert: int) -> int:
-    """Return the parameters of layers `[first, last)` that tensor ranks have whole, over some expert ranks."""
+    """Return the parameters of some layers that all tensor ranks have whole; expert ranks divide experts."""
     return sum(
         (stop - start) * spec.numel // (num_expert if spec.num_experts > 1 else 1)
         for start, stop in equal_layers(shape, first, last)
