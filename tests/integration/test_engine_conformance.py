@@ -253,7 +253,8 @@ def merged(
             )
         if name.endswith(".lora_A.weight"):
             path = name.removesuffix(".lora_A.weight")
-            b = of_adapters[f"{path}.lora_B.weight"]
+            parts = [path.replace("gate_up", x) for x in ("gate", "up")] if "gate_up" in path else [path]
+            b = torch.cat([of_adapters[f"{part}.lora_B.weight"] for part in parts], -2)
             weight = module.get_parameter(path if ".experts." in path else f"{path}.weight")
             weight.add_(lora.alpha / lora.r * b @ a)
             if lora.dora:

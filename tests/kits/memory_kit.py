@@ -24,7 +24,7 @@ from hflow.shapes.architectures import read_shape
 from hflow.shapes.layout import Layout
 from hflow.shapes.model_shape import ModelShape
 from hflow.training.fsdp.backend import TorchModel
-from hflow.training.interface import ModelBackend, TrainShard
+from hflow.training.interface import TrainShard
 from hflow.types import Unit
 
 LLAMA_7B = ModelShape("llama", 32, 4096, 11008, 32, 32, 128, 32000, is_tied=False)
@@ -130,7 +130,6 @@ def real_peaks(
     length: int,
     position: RankPosition | None = None,
     groups: Mapping[str, int] | None = None,
-    build: Callable[[ModelSettings, RankPosition], ModelBackend] = TorchModel,
     **changes: Any,
 ) -> tuple[int, int]:
     """Bytes of a second training step and of an inference, beyond weights and optimizer state.
@@ -141,7 +140,7 @@ def real_peaks(
         name="m", trainable=True, architecture=architecture, optim=OptimConfig(lr=1e-4), **changes
     )
     model, batch = (
-        build(settings, position or RankPosition()),
+        TorchModel(settings, position or RankPosition()),
         batch_of(num_sequences, length, architecture["vocab_size"], **(groups or {})),
     )
     shard = TrainShard((batch,))

@@ -473,10 +473,11 @@ def test_quantised_weights_take_a_byte_and_their_scales():
 
 def test_an_adapter_of_the_mlp_has_its_product_beside_the_sum():
     on_mlp, on_attention = (
-        activations.added_by_adapter(rank(SMALL, "d2", lora=LoraConfig(targets=targets)), 10)
+        activations.added_by_adapter(rank(SMALL, "d2", lora=LoraConfig(targets=targets)), 10, "up_proj")
         for targets in (("up_proj",), ("q_proj",))
     )
-    assert (on_mlp, on_attention, activations.added_by_adapter(rank(SMALL, "d2"), 10)) == (4 * 128 * 10, 0, 0)
+    without = activations.added_by_adapter(rank(SMALL, "d2"), 10, "up_proj")
+    assert (on_mlp, on_attention, without) == (4 * 128 * 10, 0, 0)
 
 
 def test_a_cache_in_fp8_takes_a_byte_for_each_number():
