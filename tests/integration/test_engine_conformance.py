@@ -140,7 +140,7 @@ ADAPTED = {
     "experts-adapters": ("experts", LoraConfig(r=4, alpha=2)),
     "adapters-of-experts": (
         "experts",
-        LoraConfig(r=4, alpha=2, targets=("q_proj", "experts.gate_up_proj", "experts.down_proj")),
+        LoraConfig(r=4, alpha=8, targets=("q_proj", "experts.gate_up_proj", "experts.down_proj")),
     ),
     "dora": ("untied", LoraConfig(r=4, alpha=2, dora=True)),
     "outer-adapters": ("untied", LoraConfig(r=4, alpha=2, targets=("q_proj", "embed_tokens", "lm_head"))),
