@@ -473,7 +473,7 @@ class AdapterPaths(NamedTuple):
 
     of_a: str
     of_b: str
-    """Those of all its other tensors."""
+    """The name of all its other tensors."""
 
 
 def adapter_paths(name: str) -> AdapterPaths:

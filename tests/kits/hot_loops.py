@@ -73,7 +73,7 @@ HOT: Mapping[str, Collection[str] | None] = {
     "training/megatron/model.py": (
         "inputs",
         "replayed_here",
-        "output_matrix",
+        "logits",
         "zero_loss",
         "_postprocess",
         "_prepare_embedded",

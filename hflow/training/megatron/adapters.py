@@ -216,7 +216,7 @@ class EmbeddingAdapter(LinearAdapters):
         return embedding(index.clamp(0, len(columns) - 1), columns) * is_here[:, None]
 
 
-class OutputAdapter(LinearAdapters):
+class OutputMatrixAdapter(LinearAdapters):
     """The adapter of an output matrix, whose logits are computed elsewhere."""
 
     def factors(self, hidden: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
@@ -252,7 +252,7 @@ def add_adapters(
             layer.adapters = EmbeddingAdapter(of, *others)
             stage.get_submodule("embedding").register_forward_hook(_add_to_embedded, with_kwargs=True)
         elif of.name == "output_layer":
-            layer.adapters = OutputAdapter(of, *others)
+            layer.adapters = OutputMatrixAdapter(of, *others)
         else:
             layer.adapters = LinearAdapters(of, *others)
             layer.register_forward_hook(_add_output)

@@ -41,7 +41,7 @@ from hflow.shapes.model_shape import ModelShape, adapted_shape, adapter_targets
 from hflow.training.fsdp.build import HEADS, check_choice
 from hflow.training.loop.kept_sets import KeptSets
 from hflow.training.loop.logprobs import MatrixLogits, OutputMatrix
-from hflow.training.megatron.adapters import OutputAdapter, add_adapters, set_magnitudes
+from hflow.training.megatron.adapters import OutputMatrixAdapter, add_adapters, set_magnitudes
 from hflow.training.megatron.attention import PackedInputs, rotary_frequencies
 from hflow.training.megatron.checkpoint_reader import load_parameters, open_weights
 from hflow.training.megatron.config import block_spec, transformer_config
@@ -204,7 +204,7 @@ class Stage:
         num_valid = min(max(self.shape.vocab - self.vocab_start, 0), self.vocab_rows)
         adapter = self.module.output_layer._modules.get("adapters")
         low = b = None
-        if isinstance(adapter, OutputAdapter):
+        if isinstance(adapter, OutputMatrixAdapter):
             low, b = adapter.factors(hidden)
         matrix = OutputMatrix(weight, None, self.vocab_start, num_valid, self.parallel.groups.tp, b)
         return MatrixLogits(hidden, matrix, temperature, kept, low)

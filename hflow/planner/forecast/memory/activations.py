@@ -80,7 +80,7 @@ def added_by_adapter(rank: Rank, tokens: int, *targets: str) -> int:
 
     Args:
         rank: computes it.
-        tokens: those of a micro-batch.
+        tokens: the tokens of a micro-batch.
         targets: the matrices to which the backend adds so.
     """
     adapter = rank.trained_shape.adapter
