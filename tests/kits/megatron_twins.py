@@ -18,6 +18,7 @@ from hflow.data.batches.batch import Batch, Column
 from hflow.shapes.layout import Layout
 from hflow.training.interface import NodeCall, TrainShard
 from hflow.types import Unit
+from tests.kits import family_kit
 
 STEPS = range(3, 6)
 """The versions of the tokens, so that each step compares some with the engine's log-probs."""
@@ -86,6 +87,10 @@ NODES: dict[str, tuple[NodeCall, dict[str, Any]]] = {
         kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean"),
         {"lora": LoraConfig(r=4, alpha=8)},
     ),
+    "glm4_moe": (
+        kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean"),
+        {"balance": BalanceConfig(coefficient=0.3, bias_rate=0.01)},
+    ),
 }
 """A call, and the settings of its model. PPO makes four updates a step and looks at the entropy."""
 EXPERTS = kit.ARCHITECTURE | {
@@ -98,6 +103,9 @@ EXPERTS = kit.ARCHITECTURE | {
 """The model of nodes with experts."""
 MIXTRAL = kit.ARCHITECTURE | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 """The model of nodes of Mixtral."""
+
+FAMILIES = ("glm4_moe",)
+"""Nodes with a model of their own family (`family_kit.py`)."""
 
 BUCKET_PARAMETERS, BUCKET_ADAPTERS = 1000, 100
 """Small enough for several buckets of gradients and weights, and of adapters."""
@@ -267,6 +275,20 @@ ADAPTER_ROUNDS: list[dict[tuple[int, ...], Twin]] = [
     {ALL: Twin("experts with adapters", data=2, expert=2, tensor=2, base_of="experts with adapters")},
 ]
 """The same for models with adapters."""
+
+
+def _family_rounds(node: str, expert: int) -> list[dict[tuple[int, ...], Twin]]:
+    """Return the layouts in which a family trains. Experts are divided over `expert` ranks."""
+    return [
+        {FIRST: Twin(node, tensor=2, settings=SP), SECOND: Twin(node, pipe=2, settings=RECOMPUTED)},
+        {FIRST: Twin(node, data=2, expert=expert, budget=20), SECOND: Twin(node, context=2)},
+        {ALL: Twin(node, data=2, tensor=2, expert=expert, settings=SP | RECOMPUTED)},
+    ]
+
+
+FAMILY_ROUNDS = [row for family in FAMILIES for row in _family_rounds(family, expert=2)]
+"""The same for families."""
+FAMILY_TWINS = {twin.name: twin for turn in FAMILY_ROUNDS for twin in turn.values()}
 ADAPTER_TWINS = {twin.name: twin for turn in ADAPTER_ROUNDS for twin in turn.values()}
 TWINS = {twin.name: twin for turn in ROUNDS for twin in turn.values()}
 
@@ -318,6 +340,14 @@ def _start(node: str, checkpoint: Path) -> Path:
 def initial_weights(node: str, checkpoint: Path) -> dict[str, torch.Tensor]:
     """Return the weights that a node starts from."""
     return kit.weights(kit.model(path=str(_start(node, checkpoint)), architecture=None, **NODES[node][1]))
+
+
+def save_families(path: Path) -> None:
+    """Save the models of families that nodes start from."""
+    for family in FAMILIES:
+        made = kit.model(architecture=family_kit.architecture(family))
+        family_kit.vary(made._model)
+        made.save(str(path / family))()
 
 
 def save_checkpoint(path: Path) -> None:
@@ -440,6 +470,13 @@ def train(rank: int, directory: str) -> None:
     import megatron_twin_ranks
 
     megatron_twin_ranks.run(rank, Path(directory), megatron_twin_ranks.train)
+
+
+def train_families(rank: int, directory: str) -> None:
+    """Run a rank that trains models of other families."""
+    import megatron_twin_ranks
+
+    megatron_twin_ranks.run(rank, Path(directory), megatron_twin_ranks.train_families)
 
 
 def train_adapters(rank: int, directory: str) -> None:

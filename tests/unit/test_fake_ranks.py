@@ -34,6 +34,17 @@ EXPERTS = TIED | {
     "norm_topk_prob": True,
     "tie_word_embeddings": False,
 }
+GLM = EXPERTS | {
+    "model_type": "glm4_moe",
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+del GLM["num_experts"]
 LORA = {"lora": {"r": 16, "alpha": 32}}
 OF_EXPERTS = {"lora": LORA["lora"] | {"targets": ["q_proj", "experts.gate_up_proj", "experts.down_proj"]}}
 CASES = [
@@ -43,6 +54,7 @@ CASES = [
     kit.Case("megatron", "d4t2p2c2", 31, TIED),
     kit.Case("megatron", "d8t2c2e8", 0, EXPERTS),
     kit.Case("megatron", "d4p2e4", 7, EXPERTS, {"activation_checkpointing": True}),
+    kit.Case("megatron", "d8t2c2e8", 0, GLM),
     kit.Case("torch", "d64r4", 21, TIED),
     kit.Case(
         "megatron", "d4t4p2", 0, TIED, LORA | {"sequence_parallel": True, "activation_checkpointing": True}

@@ -32,7 +32,7 @@ def assert_rejected(message: str, architecture: dict[str, Any], **changes: Any) 
         ({"model_type": "gpt2"}, r"'actor': model_type 'gpt2' is not one that .* builds \(llama, mistral, "),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not silu"),
         ({"model_type": "mistral"}, "mistral uses a sliding window of 4096"),
-        ({"rope_parameters": kit.LLAMA3_ROPE | {"rope_type": "yarn"}}, "rope_type 'yarn' is not one of"),
+        ({"rope_parameters": kit.LLAMA3_ROPE | {"rope_type": "dynamic"}}, "'dynamic' is not one of"),
         ({"use_sliding_window": True, "max_window_layers": 1}, "qwen2 uses sliding_attention"),
     ],
 )

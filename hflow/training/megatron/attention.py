@@ -3,13 +3,14 @@
 Megatron's own attention needs Transformer Engine for packed sequences, and its rotary embedding computes
 sines in every layer, sequence by sequence. Here they are computed once per forward pass.
 
-Axes: U computed tokens, U' the same padded for sequence parallelism and FP8, H heads, E head size.
+Axes: U computed tokens, U' the same padded for sequence parallelism and FP8, H heads, E head size, R entries
+of a head that are rotated.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ class PackedInputs:
 
     layout: PackedLayout
     cos: Tensor
-    """`[U, 1, E]`, in the dtype of the forward pass."""
+    """`[U, 1, R]`, in the dtype of the forward pass. R entries of each head are rotated."""
     sin: Tensor
     division: RowDivision | None
     """With context parallelism, U is the number of this rank's rows."""
@@ -45,7 +46,7 @@ class PackedInputs:
         cls,
         layout: PackedLayout,
         position_ids: Tensor,
-        frequencies: Tensor,
+        rotary: Rotary,
         dtype: torch.dtype,
         division: RowDivision | None = None,
         replayed: ReplayedExperts | None = None,
@@ -56,15 +57,15 @@ class PackedInputs:
         Args:
             layout: the layout of the sequences.
             position_ids: int64 `[U]`.
-            frequencies: from `rotary_frequencies`, on the same device.
+            rotary: the rotary embedding, on the same device.
             dtype: the dtype of the forward pass.
             division: the division of the rows over context ranks; None without context parallelism.
             replayed: the experts that routers are to choose; None: they choose themselves.
             balanced: what routers count and balance; None: nothing.
         """
-        angles = position_ids[:, None].float() * frequencies
+        angles = position_ids[:, None].float() * rotary.frequencies
         angles = torch.cat((angles, angles), dim=-1)[:, None]
-        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        cos, sin = ((x * rotary.factor).to(dtype) for x in (angles.cos(), angles.sin()))
         return cls(layout, cos, sin, division, replayed, balanced)
 
     @property
@@ -112,17 +113,27 @@ class PackedAttention(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply the rotary embedding to `[U, H, E]`. The two halves of E are the coordinates of E / 2 planes."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    """Apply the rotary embedding to the first R of `[U, H, E]`. Their halves are coordinates of planes."""
+    rotated, others = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    first, second = rotated.chunk(2, dim=-1)
+    turned = rotated * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((turned, others), dim=-1) if others.shape[-1] else turned
 
 
-def rotary_frequencies(config: PreTrainedConfig, head_dim: int) -> Tensor:
-    """Return the angle per position by which each plane turns: fp32 `[E / 2]`."""
+class Rotary(NamedTuple):
+    """A rotary embedding."""
+
+    frequencies: Tensor
+    """fp32 `[R / 2]`: the angle per position by which each plane turns."""
+    factor: float = 1.0
+    """Factor of rotated entries."""
+
+
+def rotary_of(config: PreTrainedConfig, head_dim: int) -> Rotary:
+    """Return the rotary embedding of heads, or of the rotated part of heads, of size `head_dim`."""
     rope = config.rope_parameters
-    if rope["rope_type"] == "default":
-        powers = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        inverse: Tensor = rope["rope_theta"] ** powers
-        return 1.0 / inverse
-    frequencies: Tensor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)[0]
-    return frequencies
+    if rope["rope_type"] != "default":
+        return Rotary(*ROPE_INIT_FUNCTIONS[rope["rope_type"]](config))
+    size = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    inverse: Tensor = rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+    return Rotary(1.0 / inverse)

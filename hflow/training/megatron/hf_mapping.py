@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from hflow.shapes.layout import stage_layers
-from hflow.shapes.model_shape import MAGNITUDE, A, AdapterShape, B, ModelShape
+from hflow.shapes.model_shape import MAGNITUDE, SCORE_BIAS, A, AdapterShape, B, ModelShape, is_in_fp32
 from hflow.types.kernels import LayerKernels
 
 VOCAB_MULTIPLE = 128
@@ -88,6 +88,11 @@ class MappedParameter:
     def module_shape(self) -> tuple[int, ...]:
         """The tensor's shape in the module."""
         return self.shape[1:] if self.is_one_expert else self.shape
+
+    @property
+    def is_score_bias(self) -> bool:
+        """Whether routers choose by it. It has no gradient, and is in fp32 in models of any dtype."""
+        return is_in_fp32(self.parts[0].tensor)
 
     @property
     def has_padding(self) -> bool:
@@ -271,15 +276,17 @@ def _layer_parameters(
     if has_experts:
         yield from _experts(model, position, f"{ours}mlp.", f"{theirs}mlp.", kernels)
     else:
-        yield from _mlp(model, position, f"{ours}mlp.", f"{theirs}mlp.")
+        yield from _mlp(model, model.intermediate, position, f"{ours}mlp.", f"{theirs}mlp.")
 
 
-def _mlp(model: ModelShape, position: ShardPosition, ours: str, theirs: str) -> Iterator[MappedParameter]:
-    yield _gate_up(model, position, f"{ours}linear_fc1.", theirs, "weight", (model.hidden,))
+def _mlp(
+    model: ModelShape, intermediate: int, position: ShardPosition, ours: str, theirs: str
+) -> Iterator[MappedParameter]:
+    yield _gate_up(intermediate, position, f"{ours}linear_fc1.", theirs, "weight", (model.hidden,))
     if model.has_mlp_bias:
-        yield _gate_up(model, position, f"{ours}linear_fc1.", theirs, "bias", ())
+        yield _gate_up(intermediate, position, f"{ours}linear_fc1.", theirs, "bias", ())
     down = f"{theirs}down_proj."
-    yield _columns(f"{ours}linear_fc2.weight", f"{down}weight", model, model.intermediate, position)
+    yield _columns(f"{ours}linear_fc2.weight", f"{down}weight", model, intermediate, position)
     if model.has_mlp_bias:
         yield _whole(f"{ours}linear_fc2.bias", f"{down}bias", (model.hidden,))
 
@@ -287,13 +294,16 @@ def _mlp(model: ModelShape, position: ShardPosition, ours: str, theirs: str) -> 
 def _experts(
     model: ModelShape, position: ShardPosition, ours: str, theirs: str, kernels: LayerKernels
 ) -> Iterator[MappedParameter]:
-    """Map the router, and the matrices of this rank's experts, whose rows tensor ranks split.
+    """Map the router, and the matrices of this rank's experts and the shared ones, whose rows ranks split.
 
     They are stacked, but for Transformer Engine, which has a parameter for each expert.
     """
     experts, hidden = model.experts, model.hidden
     assert experts is not None
     yield _whole(f"{ours}router.weight", f"{theirs}gate.weight", (experts.num, hidden))
+    if experts.shared:
+        shared = f"{ours}shared_experts.", f"{theirs}shared_experts."
+        yield from _mlp(model, experts.shared, position, *shared)
     size = experts.num // position.num_expert
     local = (position.expert * size, (position.expert + 1) * size)
     span = position.local_span(experts.intermediate)
@@ -316,13 +326,15 @@ def _experts(
         shape = (stack[1] - stack[0], hidden, rows)
         return MappedParameter(f"{ours}experts.{name}", shape, (part,), is_expert=True, is_one_expert=of_te)
 
-    if not of_te:
+    if of_te:
+        each = [(expert, expert + 1) for expert in range(*local)]
+        yield from (gate_up(f"linear_fc1.weight{i}", one) for i, one in enumerate(each))
+        yield from (down(f"linear_fc2.weight{i}", one) for i, one in enumerate(each))
+    else:
         yield gate_up("gate_up", local)
         yield down("down", local)
-        return
-    each = [(expert, expert + 1) for expert in range(*local)]
-    yield from (gate_up(f"linear_fc1.weight{i}", one) for i, one in enumerate(each))
-    yield from (down(f"linear_fc2.weight{i}", one) for i, one in enumerate(each))
+    if experts.has_router_bias:
+        yield _whole(f"{ours}router.score_bias", f"{theirs}gate.{SCORE_BIAS}", (experts.num,))
 
 
 def _whole(name: str, tensor: str, shape: tuple[int, ...]) -> MappedParameter:
@@ -349,12 +361,12 @@ def _columns(
 
 
 def _gate_up(
-    model: ModelShape, position: ShardPosition, ours: str, theirs: str, kind: str, rest: tuple[int, ...]
+    intermediate: int, position: ShardPosition, ours: str, theirs: str, kind: str, rest: tuple[int, ...]
 ) -> MappedParameter:
     """Map rows of the gate, then the same rows of the up projection; `rest` is the shape of a row."""
-    span = position.local_span(model.intermediate)
-    gate = TensorPart(f"{theirs}gate_proj.{kind}", (model.intermediate, *rest), 0, span, 0)
-    up = TensorPart(f"{theirs}up_proj.{kind}", (model.intermediate, *rest), 0, span, gate.length)
+    span = position.local_span(intermediate)
+    gate = TensorPart(f"{theirs}gate_proj.{kind}", (intermediate, *rest), 0, span, 0)
+    up = TensorPart(f"{theirs}up_proj.{kind}", (intermediate, *rest), 0, span, gate.length)
     return MappedParameter(ours + kind, (2 * gate.length, *rest), (gate, up))
 
 

@@ -41,7 +41,7 @@ from hflow.shapes.model_shape import ModelShape, adapted_shape, adapter_targets
 from hflow.training.fsdp.build import HEADS, check_choice
 from hflow.training.loop.logprobs import OutputMatrix
 from hflow.training.megatron.adapters import add_adapters, set_magnitudes
-from hflow.training.megatron.attention import PackedInputs, rotary_frequencies
+from hflow.training.megatron.attention import PackedInputs, Rotary, rotary_of
 from hflow.training.megatron.checkpoint_reader import load_parameters, open_weights
 from hflow.training.megatron.config import block_spec, transformer_config
 from hflow.training.megatron.context_parallel import RowDivision
@@ -54,7 +54,7 @@ from hflow.training.megatron.hf_mapping import (
     rank_parameters,
 )
 from hflow.training.megatron.parallel_state import ParallelState
-from hflow.training.megatron.supported_models import supported_shape
+from hflow.training.megatron.supported_models import LayerMath, supported_shape
 from hflow.types.kernels import FP8_NEEDS, Fp8Recipe, LayerKernels
 
 _RNG = "model-parallel-rng"
@@ -80,8 +80,7 @@ class Stage:
     device: torch.device
     parameters: tuple[MappedParameter, ...]
     """The parameters that training changes, with the blocks of HF tensors that each holds."""
-    frequencies: Tensor
-    """Frequencies of the rotary embedding, `[E / 2]`."""
+    rotary: Rotary
     kernels: LayerKernels
     """What computes the layers, on which the names of the parameters depend."""
 
@@ -116,6 +115,12 @@ class Stage:
         return rank_parameters(self.trained_shape, position, self.kernels)
 
     @property
+    def optimized_shapes(self) -> dict[str, tuple[int, ...]]:
+        """HF name -> shape of each tensor of the whole model that has a gradient in training."""
+        rows = (row for row in self.parameters_at(ShardPosition()) if not row.is_score_bias)
+        return {part.tensor: part.shape for row in rows for part in row.parts}
+
+    @property
     def whole(self) -> Stage:
         """The stage as if all of its weights but adapters were trained, by which they are read and saved."""
         parameters = rank_parameters(self.shape, self.parallel.shard_position, self.kernels)
@@ -142,9 +147,7 @@ class Stage:
         """
         if division is not None:
             input_ids, position_ids = input_ids[division.rows], position_ids[division.rows]
-        packed = PackedInputs.of(
-            layout, position_ids, self.frequencies, self.dtype, division, replayed, balanced
-        )
+        packed = PackedInputs.of(layout, position_ids, self.rotary, self.dtype, division, replayed, balanced)
         num_padding = -len(input_ids) % self.row_multiple
         return {
             "input_ids": pad(input_ids, (0, num_padding))[None],
@@ -238,7 +241,7 @@ def build_stage(settings: ModelSettings, parallel: ParallelState, owner: Stage |
     set_magnitudes(stage.module)
     stage.module.requires_grad_(False)
     for row in stage.parameters:
-        tensors[row.name].requires_grad_(settings.trainable)
+        tensors[row.name].requires_grad_(settings.trainable and not row.is_score_bias)
     return stage
 
 
@@ -256,11 +259,12 @@ def _uninitialized_stage(
         _check_recipe(settings.name, Fp8Recipe(settings.fp8))
     _init_megatron_state(kernels)
     device, dtype = local_device(settings.device), DTYPES[settings.dtype]
-    config = transformer_config(shape, hf_config.rms_norm_eps, settings, dtype, parallel)
+    math = LayerMath.of(hf_config)
+    config = transformer_config(shape, math, settings, dtype, parallel)
     with torch.device(device), parameters_on_meta() if has_base else nullcontext():
         module = _PackedModel(
             config,
-            block_spec(shape, parallel, kernels, normalizes=getattr(hf_config, "norm_topk_prob", True)),
+            block_spec(shape, math, parallel, kernels),
             vocab_size=padded_vocab_size(shape.vocab, parallel.tensor),
             max_sequence_length=hf_config.max_position_embeddings,
             pre_process=parallel.is_first_stage,
@@ -286,9 +290,10 @@ def _uninitialized_stage(
     if parallel.is_first_stage:
         module.embedding.register_forward_hook(partial(_prepare_embedded, needs_gradient=lora is not None))
     parameters = rank_parameters(trained, position, kernels)
-    frequencies = rotary_frequencies(hf_config, shape.head_dim).to(device)
+    rotary = rotary_of(hf_config, shape.head_dim)
+    rotary = rotary._replace(frequencies=rotary.frequencies.to(device))
     return Stage(
-        module, config, hf_config, shape, trained, parallel, dtype, device, parameters, frequencies, kernels
+        module, config, hf_config, shape, trained, parallel, dtype, device, parameters, rotary, kernels
     )
 
 

@@ -31,7 +31,6 @@ from hflow.models.settings import ModelSettings
 from hflow.shapes.model_shape import MAGNITUDE
 from hflow.training.gradient_norm import total_norm
 from hflow.training.megatron.checkpoint_reader import load_parameters, open_weights
-from hflow.training.megatron.hf_mapping import ShardPosition
 from hflow.training.megatron.hf_ranges import range_blocks
 from hflow.training.megatron.model import Stage
 from hflow.training.optimizers.interface import NamedWeight, StepOptimizer
@@ -195,10 +194,8 @@ class MegatronOptimizer(StepOptimizer):
             for name, weight in stage.module.named_parameters()
             if id(weight) in buffered
         ]
-        whole_model = stage.parameters_at(ShardPosition())
-        names = {part.tensor for parameter in whole_model for part in parameter.parts}
         keys = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
-        groups = [group | keys for group in self._groups(weights, names)]
+        groups = [group | keys for group in self._groups(weights, stage.optimized_shapes)]
         config = OptimizerConfig(
             optimizer="adam",
             lr=optim.lr,

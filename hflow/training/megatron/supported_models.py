@@ -1,15 +1,75 @@
-"""The models that megatron can build, read from their Hugging Face configs."""
+"""The models that megatron can build, and what their layers compute, read from their Hugging Face configs.
+
+The sizes of a model (`ModelShape`) say which parts its layers have. `LayerMath` says what is computed with
+them. A family whose parts megatron's layers have is one name in `FAMILIES`.
+"""
 
 from __future__ import annotations
 
-from transformers import PreTrainedConfig
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from hflow.base.errors import BackendError
-from hflow.shapes.architectures import LLAMA_LIKE_FAMILIES, read_shape
+from hflow.shapes.architectures import LLAMA_LIKE_FAMILIES, ROUTERS, read_shape
 from hflow.shapes.model_shape import ModelShape
 
-_ROPES = ("default", "linear", "llama3")
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+FAMILIES = (*LLAMA_LIKE_FAMILIES, "glm4_moe")
+"""`model_type`s that are built."""
+_PARTLY_ROTATED = ("glm4_moe",)
+"""Families that may rotate only the first entries of each head."""
+_ROPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings with one vector of frequencies for all sequence lengths."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a router chooses experts and weighs them."""
+
+    score: Literal["softmax", "sigmoid"]
+    """What makes scores of logits."""
+    normalizes: bool
+    """Whether the weights of a token's experts, which are their scores, are divided by their sum."""
+    scaling: float = 1.0
+    """Factor of the weights."""
+    in_fp32: bool = False
+    """Whether logits are computed in fp32 in models of any dtype."""
+    num_groups: int = 1
+    num_kept_groups: int = 1
+    """Groups in which a token's experts are chosen. Groups are ranked by the sum of their best experts."""
+    best_of_group: int = 1
+    """Number of these."""
+
+
+@dataclass(frozen=True)
+class LayerMath:
+    """What layers compute, beside their sizes."""
+
+    epsilon: float
+    """The epsilon of norms."""
+    routing: Routing | None
+    """None without experts."""
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> LayerMath:
+        """Read it from a config that `supported_shape` accepts."""
+        routing = _routing(config) if config.model_type in ROUTERS else None
+        return cls(epsilon=config.rms_norm_eps, routing=routing)
+
+
+def _routing(config: PreTrainedConfig) -> Routing:
+    kind, num_groups = ROUTERS[config.model_type], getattr(config, "n_group", None) or 1
+    return Routing(
+        score=kind.score,
+        normalizes=getattr(config, "norm_topk_prob", True),
+        scaling=getattr(config, "routed_scaling_factor", 1.0),
+        in_fp32=kind.in_fp32,
+        num_groups=num_groups,
+        num_kept_groups=config.topk_group if num_groups > 1 else 1,
+        best_of_group=2,
+    )
 
 
 def supported_shape(config: PreTrainedConfig, head: str) -> ModelShape:
@@ -26,10 +86,10 @@ def supported_shape(config: PreTrainedConfig, head: str) -> ModelShape:
 
 def _check_architecture(config: PreTrainedConfig) -> None:
     family = config.model_type
-    if family not in LLAMA_LIKE_FAMILIES:
+    if family not in FAMILIES:
         raise BackendError(
             f"model_type {family!r} is not one that the megatron backend builds "
-            f"({', '.join(LLAMA_LIKE_FAMILIES)}); use the torch backend"
+            f"({', '.join(FAMILIES)}); use the torch backend"
         )
     if config.hidden_act != "silu":
         raise BackendError(
@@ -45,7 +105,8 @@ def _check_architecture(config: PreTrainedConfig) -> None:
     rope = config.rope_parameters["rope_type"]
     if rope not in _ROPES:
         raise BackendError(f"rope_type {rope!r} is not one of {', '.join(_ROPES)}; use the torch backend")
-    if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
+    is_partial = config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0
+    if is_partial and family not in _PARTLY_ROTATED:
         raise BackendError(
             f"{family} rotates only a part of each head, which is not supported; use the torch backend"
         )

@@ -150,7 +150,8 @@ def tensor_collectives(
         return
     num_layers = _num_layers(replica, stage)
     num_pairs = 2 * num_layers
-    if replica.traits.sends_expert_copies:  # experts are not such a pair
+    experts = replica.shape.experts
+    if replica.traits.sends_expert_copies and not (experts and experts.shared):  # others are no such pair
         num_pairs -= _num_expert_layers(replica, stage)
     hidden = work.rows / passes.num * replica.shape.hidden * replica.itemsize
     overlaps = replica.traits.overlaps_tensor
@@ -433,6 +434,8 @@ def num_buckets(shape: ModelShape, layout: Layout, stage: int) -> tuple[int, int
         if shape.experts is None or not shape.experts.are_in(layer):
             others += [d * shape.intermediate // t, 2 * d * shape.intermediate // t]
         else:
+            if shape.experts.shared:
+                others += [d * shape.experts.shared // t, 2 * d * shape.experts.shared // t]
             one = d * shape.experts.intermediate // t * shape.experts.num // layout.expert
             (others if layout.expert == 1 else experts).extend((one, 2 * one))
             others.append(d * shape.experts.num)

@@ -1,0 +1,43 @@
+"""Families whose layers are not Llama's, trained by megatron: metrics and weights of the torch backend."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import megatron_twins as twins
+import pytest
+import ranks
+import torch
+
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("families")
+    twins.save_families(path / "checkpoint")
+    ranks.start(twins.train_families, (str(path),), 4)
+    return path
+
+
+@pytest.mark.parametrize("name", twins.FAMILY_TWINS)
+def test_equals_one_process(directory, name):
+    """Metrics of three steps, with gradient norms, and the weights and biases of routers after them."""
+    twin = twins.FAMILY_TWINS[name]
+    wanted = twins.expected(twin.node, twin.dtype, directory / "checkpoint")
+    for rank in range(twin.num_ranks):
+        metrics, weights = torch.load(directory / f"{name}.{rank}.pt", weights_only=False)
+        if rank in twin.heads:
+            for got, expected in zip(metrics, wanted.metrics, strict=True):
+                assert twins.comparable(got) == pytest.approx(expected, rel=2e-5, abs=1e-6)
+        assert weights.keys() == wanted.weights.keys()
+        for key, tensor in wanted.weights.items():
+            torch.testing.assert_close(weights[key], tensor, atol=5e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", twins.FAMILIES)
+def test_weights_move(directory, family):
+    """By much more than the tolerance of the comparisons."""
+    wanted = twins.expected(family, "fp32", directory / "checkpoint").weights
+    start = twins.initial_weights(family, directory / "checkpoint")
+    assert all((wanted[name] - tensor).abs().max() > 1e-4 for name, tensor in start.items())
