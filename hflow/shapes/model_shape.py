@@ -187,6 +187,11 @@ def is_in_fp32(tensor: str) -> bool:
     return tensor.endswith(f".{SCORE_BIAS}")
 
 
+def torch_only(shape: ModelShape | None) -> str:
+    """Return the part of a model that layers of Transformer Engine do not compute; empty if there is none."""
+    return "latent attention" if shape is not None and shape.latent is not None else ""
+
+
 EMBEDDING, OUTPUT = "embed_tokens", "lm_head"
 """The modules of the embedding and of the output matrix."""
 EXPERT_TARGETS = ("experts.gate_up_proj", "experts.down_proj")

@@ -66,6 +66,11 @@ GLM4_MOE = {"model_type": "glm4_moe", **ARCHITECTURES["glm4_moe"], "vocab_size":
     "routed_scaling_factor": 1.5,
     "n_shared_experts": 2,
 }
+DEEPSEEK = {"model_type": "deepseek_v3", **ARCHITECTURES["deepseek_v3"], "vocab_size": VOCAB} | {
+    "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
+    "attention_bias": True,
+    "initializer_range": 0.1,
+}
 MISTRAL = QWEN2 | {"model_type": "mistral", "sliding_window": None, "rope_parameters": YARN}
 
 LENGTHS = ((5, 9, 3, 1), (12, 2, 5))
@@ -167,6 +172,10 @@ ROUNDS: list[list[tuple[tuple[int, ...], Case]]] = [
     [
         (FIRST, Case("glm4_moe t2", (1, 2, 1), GLM4_MOE)),
         (SECOND, Case("glm4_moe p2 recomputed", (1, 1, 2), GLM4_MOE, RECOMPUTED)),
+    ],
+    [
+        (FIRST, Case("deepseek_v3 t2", (1, 2, 1), DEEPSEEK)),
+        (SECOND, Case("deepseek_v3 p2", (1, 1, 2), DEEPSEEK | {"q_lora_rank": None})),
     ],
     [(ALL, Case("five layers p4", (1, 1, 4), QWEN2 | {"num_hidden_layers": 5}))],
 ]

@@ -91,6 +91,11 @@ NODES: dict[str, tuple[NodeCall, dict[str, Any]]] = {
         kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean"),
         {"balance": BalanceConfig(coefficient=0.3, bias_rate=0.01)},
     ),
+    "deepseek_v2": (kit.call(sft, "token", [], reduce="token-mean"), {}),
+    "deepseek_v3": (
+        kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean"),
+        {"balance": BalanceConfig(coefficient=0.3)},
+    ),
 }
 """A call, and the settings of its model. PPO makes four updates a step and looks at the entropy."""
 EXPERTS = kit.ARCHITECTURE | {
@@ -104,7 +109,7 @@ EXPERTS = kit.ARCHITECTURE | {
 MIXTRAL = kit.ARCHITECTURE | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 """The model of nodes of Mixtral."""
 
-FAMILIES = ("glm4_moe",)
+FAMILIES = ("glm4_moe", "deepseek_v2", "deepseek_v3")
 """Nodes with a model of their own family (`family_kit.py`)."""
 
 BUCKET_PARAMETERS, BUCKET_ADAPTERS = 1000, 100

@@ -43,11 +43,11 @@ def sides(node: str, **settings: object) -> dict[str, Side]:
     }
 
 
-def expert_sides(**settings: object) -> dict[str, Side]:
+def expert_sides(node: str = "experts", **settings: object) -> dict[str, Side]:
     """Return the layouts of a model with experts."""
 
     def twin(**sizes: int) -> twins.Twin:
-        return twins.Twin("experts", settings=dict(settings), **sizes)
+        return twins.Twin(node, settings=dict(settings), **sizes)
 
     return {
         "torch d2": Side("torch", twin(data=2), twins.FIRST),
@@ -112,6 +112,8 @@ EXCHANGES: list[Exchange] = [
     (PPO, PAIRS),
     (CRITIC, CRITIC_PAIRS),
     (EXPERTS, EXPERT_PAIRS),
+    (expert_sides("deepseek_v2"), EXPERT_PAIRS[2:]),
+    (expert_sides("deepseek_v3"), [("torch d2", "megatron t2"), ("megatron t2", "torch d2")]),
     (ADAPTERS, ADAPTER_PAIRS),
     (HALF, HALF_PAIRS),
 ]

@@ -9,6 +9,8 @@ import pytest
 import ranks
 import torch
 
+from hflow.shapes.model_shape import is_in_fp32
+
 pytestmark = pytest.mark.long
 
 
@@ -37,7 +39,10 @@ def test_equals_one_process(directory, name):
 
 @pytest.mark.parametrize("family", twins.FAMILIES)
 def test_weights_move(directory, family):
-    """By much more than the tolerance of the comparisons."""
+    """By much more than the tolerance of the comparisons; biases of routers where they follow the load."""
+    balance = twins.NODES[family][1].get("balance")
     wanted = twins.expected(family, "fp32", directory / "checkpoint").weights
     start = twins.initial_weights(family, directory / "checkpoint")
-    assert all((wanted[name] - tensor).abs().max() > 1e-4 for name, tensor in start.items())
+    for name, tensor in start.items():
+        is_still = is_in_fp32(name) and not (balance and balance.bias_rate)
+        assert ((wanted[name] - tensor).abs().max() > 1e-4) == (not is_still), name

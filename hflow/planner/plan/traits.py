@@ -69,6 +69,8 @@ class BackendTraits:
     """Whether it trains low-rank adapters (`models.NAME.lora`)."""
     shares_base: bool = False
     """Whether an engine serves several models with adapters on one base (`models.NAME.base_of`)."""
+    adapts_latents: bool = False
+    """Whether these may be beside the matrices of latent attention."""
     has_all_adapters: bool = False
     """Whether these may be of embedding and output matrix, and beside matrices in 4 bits."""
     chooses_kernels: bool = False
@@ -118,6 +120,7 @@ Trait = Literal[
     "has_context_axis",
     "has_expert_axis",
     "has_adapters",
+    "adapts_latents",
     "has_all_adapters",
     "chooses_kernels",
     "compiles_layers",

@@ -46,6 +46,7 @@ BACKEND = Backend(
         sharded_over_data="everything",
         shares_prompts=True,
         has_adapters=True,
+        adapts_latents=True,
         has_all_adapters=True,
         compiles_layers=True,
     ),

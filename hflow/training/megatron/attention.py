@@ -97,19 +97,27 @@ class PackedAttention(nn.Module):
         **_: Any,
     ) -> Tensor:
         """Attend: `[U', H, E]` -> `[U', H, E]`. Tokens after the first U are padding and get zeros."""
-        inputs, num_tokens = packed_seq_params, packed_seq_params.num_tokens
-        q, k, v = (x[:num_tokens] for x in (query, key, value))
-        q, k = (rotate(x, inputs.cos, inputs.sin) for x in (q, k))
-        if inputs.division is None:
-            # A view would keep the whole projection to q, k and v until the backward pass.
-            out = attend(q, k, v.contiguous(), inputs.layout, self.scale)
-        else:
-            out = attend_to_all(q, k, v, inputs.division, inputs.layout.kernel, self.scale)
-        num_padding = len(query) - num_tokens
-        if not num_padding:
-            return out  # `pad` would copy it
-        padded: Tensor = pad(out, (0, 0, 0, 0, 0, num_padding))
-        return padded
+        inputs = packed_seq_params
+        q, k = (rotate(x[: inputs.num_tokens], inputs.cos, inputs.sin) for x in (query, key))
+        return attend_rows(q, k, value, inputs, self.scale)
+
+
+def attend_rows(q: Tensor, k: Tensor, v: Tensor, inputs: PackedInputs, scale: float | None) -> Tensor:
+    """Attend to rotated keys: `[U', H, E]` -> `[U', H, E]`; v has U' rows, q and k that many or U.
+
+    Tokens after the first U are padding and get zeros. Values may have another size, which results have.
+    """
+    num_tokens, num_padding = inputs.num_tokens, len(v) - inputs.num_tokens
+    q, k, v = (x[:num_tokens] for x in (q, k, v))
+    if inputs.division is None:
+        # A view would keep the whole projection to q, k and v until the backward pass.
+        out = attend(q, k, v.contiguous(), inputs.layout, scale)
+    else:
+        out = attend_to_all(q, k, v, inputs.division, inputs.layout.kernel, scale)
+    if not num_padding:
+        return out  # `pad` would copy it
+    padded: Tensor = pad(out, (0, 0, 0, 0, 0, num_padding))
+    return padded
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -24,10 +24,11 @@ from torch.nn.functional import silu
 from hflow.base.devices import collective_backend, is_gpu
 from hflow.models.settings import ModelSettings
 from hflow.shapes.layout import stage_layers
-from hflow.shapes.model_shape import Experts, ModelShape
+from hflow.shapes.model_shape import Experts, ModelShape, torch_only
 from hflow.training.megatron.attention import PackedAttention
 from hflow.training.megatron.experts import GroupedExperts, Router
 from hflow.training.megatron.hf_mapping import copies_key_value_heads
+from hflow.training.megatron.latent_attention import LatentAttention
 from hflow.training.megatron.layers import GatedSilu, RepeatedQkv, RMSNorm
 from hflow.training.megatron.parallel_state import ParallelState
 from hflow.training.megatron.supported_models import LayerMath
@@ -122,15 +123,15 @@ def block_spec(
         parallel: this rank's layout.
         kernels: the layers' kernels.
     """
-    copies = None
+    copies, parts = None, _parts(model, kernels)
     if copies_key_value_heads(model, parallel.tensor):
         copies = parallel.tensor_block(parallel.tensor // model.num_kv_heads)
-    parts = _parts(kernels)
-    dense = mixed = _layer_spec(model, copies, parts)
+    dense = mixed = _layer_spec(model, math, copies, parts)
     if model.experts is not None:
         assert math.routing is not None
         router = partial(Router, model, math.routing)
-        mixed = _with_experts(_layer_spec(model, copies, parts), router, parts, model.experts.shared > 0)
+        layer = _layer_spec(model, math, copies, parts)
+        mixed = _with_experts(layer, router, parts, model.experts.shared > 0)
     layers = range(*stage_layers(model.num_layers, parallel.pipe)[parallel.p])
     specs = [mixed if model.has_experts(layer) else dense for layer in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=parts.norm)
@@ -148,8 +149,9 @@ class LayerParts:
     """A linear layer without a norm, whose outputs tensor ranks divide."""
 
 
-def _parts(kernels: LayerKernels) -> LayerParts:
+def _parts(model: ModelShape, kernels: LayerKernels) -> LayerParts:
     if kernels is LayerKernels.TRANSFORMER_ENGINE:
+        assert not torch_only(model), "a plan chooses torch's kernels"
         from hflow.training.megatron import te_layers
 
         return LayerParts(
@@ -168,11 +170,14 @@ def _torch_spec(has_qk_norm: bool) -> ModuleSpec:
     return layer
 
 
-def _layer_spec(model: ModelShape, copies: ProcessGroup | None, parts: LayerParts) -> ModuleSpec:
+def _layer_spec(
+    model: ModelShape, math: LayerMath, copies: ProcessGroup | None, parts: LayerParts
+) -> ModuleSpec:
     """Return the submodules of a layer with one MLP.
 
     Args:
         model: the model's sizes.
+        math: what the layer computes.
         copies: the tensor ranks that hold the same key-value head; None if each head is on one of them.
         parts: the modules that compute it.
     """
@@ -187,6 +192,8 @@ def _layer_spec(model: ModelShape, copies: ProcessGroup | None, parts: LayerPart
         modules.input_layernorm = parts.norm
     if model.has_out_bias:
         attention.linear_proj = _biased(attention.linear_proj)
+    if model.latent is not None:
+        modules.self_attention = ModuleSpec(LatentAttention, params={"model": model, "math": math})
     if model.has_mlp_bias:
         mlp = modules.mlp.submodules
         mlp.linear_fc1, mlp.linear_fc2 = _biased(mlp.linear_fc1), _biased(mlp.linear_fc2)

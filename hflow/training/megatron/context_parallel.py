@@ -156,12 +156,12 @@ def attend_to_all(
 ) -> Tensor:
     """Compute causal attention of this rank's queries to the keys of all ranks: `[R, H, E]` -> `[R, H, E]`.
 
-    k and v, of this rank's rows, have H heads or a divisor of H. Padding rows get zeros. The kernel is that
-    of the micro-batch's `PackedLayout`.
+    k and v, of this rank's rows, have H heads or a divisor of H; results have the size of values. Padding
+    rows get zeros. The kernel is that of the micro-batch's `PackedLayout`.
     """
     width = k.shape[-1]
     keys_and_values = division.gather(torch.cat((k, v), dim=-1)).index_select(0, division.keys)
-    zeros = torch.zeros_like(q)
+    zeros = q.new_zeros(*q.shape[:2], v.shape[-1])
     if not division.segments:
         # Only padding. Sums of nothing are 0, and have queries and the gather join the backward pass.
         return zeros + (q[:0].sum() + keys_and_values.sum())

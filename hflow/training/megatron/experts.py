@@ -95,7 +95,8 @@ class Router(nn.Module):
         groups = ranks.unflatten(-1, (routing.num_groups, -1))
         kept = groups.topk(routing.best_of_group).values.sum(-1).topk(routing.num_kept_groups).indices
         is_left_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(-1, kept, value=False)
-        return groups.masked_fill(is_left_out[..., None], float("-inf")).flatten(-2)
+        kept_ranks: Tensor = groups.masked_fill(is_left_out[..., None], float("-inf")).flatten(-2)
+        return kept_ranks
 
     def set_layer_number(self, layer_number: int) -> None:
         """Set the layer of the model, counted from 1."""

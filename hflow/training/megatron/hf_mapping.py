@@ -19,7 +19,16 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from hflow.shapes.layout import stage_layers
-from hflow.shapes.model_shape import MAGNITUDE, SCORE_BIAS, A, AdapterShape, B, ModelShape, is_in_fp32
+from hflow.shapes.model_shape import (
+    MAGNITUDE,
+    SCORE_BIAS,
+    A,
+    AdapterShape,
+    B,
+    LatentAttention,
+    ModelShape,
+    is_in_fp32,
+)
 from hflow.types.kernels import LayerKernels
 
 VOCAB_MULTIPLE = 128
@@ -251,25 +260,20 @@ def _layer_parameters(
     layer: int,
     kernels: LayerKernels,
 ) -> Iterator[MappedParameter]:
-    heads, attention = model.num_heads * model.head_dim, f"{ours}self_attention."
+    attention, theirs_attention = f"{ours}self_attention.", f"{theirs}self_attn."
     has_experts, of_te = model.has_experts(layer), kernels is LayerKernels.TRANSFORMER_ENGINE
     is_fused = of_te and not copies_key_value_heads(model, position.num_tensor)
     norm = f"{attention}linear_qkv.layer_norm_weight" if is_fused else f"{ours}input_layernorm.weight"
     yield _whole(norm, f"{theirs}input_layernorm.weight", (model.hidden,))
-    yield from _qkv(
-        model, position, f"{attention}linear_qkv.", f"{theirs}self_attn.", "weight", (model.hidden,)
-    )
-    if model.has_qkv_bias:
-        yield from _qkv(model, position, f"{attention}linear_qkv.", f"{theirs}self_attn.", "bias", ())
-    if model.has_qk_norm:
-        for x in "qk":
-            norm = f"{theirs}self_attn.{x}_norm.weight"
-            yield _whole(f"{attention}{x}_layernorm.weight", norm, (model.head_dim,))
-    yield _columns(
-        f"{attention}linear_proj.weight", f"{theirs}self_attn.o_proj.weight", model, heads, position
-    )
+    if model.latent is None:
+        yield from _queries_keys_values(model, position, attention, theirs_attention)
+    else:
+        yield from _latents(model, model.latent, position, attention, theirs_attention)
+    width = model.num_heads * (model.latent.value if model.latent else model.head_dim)
+    o_proj = f"{theirs_attention}o_proj."
+    yield _columns(f"{attention}linear_proj.weight", f"{o_proj}weight", model, width, position)
     if model.has_out_bias:
-        yield _whole(f"{attention}linear_proj.bias", f"{theirs}self_attn.o_proj.bias", (model.hidden,))
+        yield _whole(f"{attention}linear_proj.bias", f"{o_proj}bias", (model.hidden,))
     is_fused = of_te and not has_experts
     norm = f"{ours}mlp.linear_fc1.layer_norm_weight" if is_fused else f"{ours}pre_mlp_layernorm.weight"
     yield _whole(norm, f"{theirs}post_attention_layernorm.weight", (model.hidden,))
@@ -277,6 +281,44 @@ def _layer_parameters(
         yield from _experts(model, position, f"{ours}mlp.", f"{theirs}mlp.", kernels)
     else:
         yield from _mlp(model, model.intermediate, position, f"{ours}mlp.", f"{theirs}mlp.")
+
+
+def _queries_keys_values(
+    model: ModelShape, position: ShardPosition, ours: str, theirs: str
+) -> Iterator[MappedParameter]:
+    yield from _qkv(model, position, f"{ours}linear_qkv.", theirs, "weight", (model.hidden,))
+    if model.has_qkv_bias:
+        yield from _qkv(model, position, f"{ours}linear_qkv.", theirs, "bias", ())
+    if model.has_qk_norm:
+        for x in "qk":
+            yield _whole(f"{ours}{x}_layernorm.weight", f"{theirs}{x}_norm.weight", (model.head_dim,))
+
+
+def _latents(
+    model: ModelShape, sizes: LatentAttention, position: ShardPosition, ours: str, theirs: str
+) -> Iterator[MappedParameter]:
+    """Map the projections of latent attention. Tensor ranks divide the rows of heads."""
+
+    def small(name: str, tensor: str, rows: int) -> Iterator[MappedParameter]:
+        yield _whole(f"{ours}{name}.weight", f"{theirs}{tensor}.weight", (rows, model.hidden))
+        if model.has_qkv_bias:
+            yield _whole(f"{ours}{name}.bias", f"{theirs}{tensor}.bias", (rows,))
+
+    def heads(name: str, tensor: str, size: int, inputs: int) -> MappedParameter:
+        span = position.local_span(model.num_heads)
+        rows = (span[0] * size, span[1] * size)
+        part = TensorPart(f"{theirs}{tensor}.weight", (model.num_heads * size, inputs), 0, rows, 0)
+        return MappedParameter(f"{ours}{name}.weight", (part.length, inputs), (part,))
+
+    if sizes.q_rank is None:
+        yield heads("linear_q", "q_proj", sizes.nope + sizes.rope, model.hidden)
+    else:
+        yield from small("linear_q_down", "q_a_proj", sizes.q_rank)
+        yield _whole(f"{ours}q_norm.weight", f"{theirs}q_a_layernorm.weight", (sizes.q_rank,))
+        yield heads("linear_q", "q_b_proj", sizes.nope + sizes.rope, sizes.q_rank)
+    yield from small("linear_kv_down", "kv_a_proj_with_mqa", sizes.cached)
+    yield _whole(f"{ours}kv_norm.weight", f"{theirs}kv_a_layernorm.weight", (sizes.kv_rank,))
+    yield heads("linear_kv", "kv_b_proj", sizes.nope + sizes.value, sizes.kv_rank)
 
 
 def _mlp(

@@ -290,7 +290,7 @@ def _uninitialized_stage(
     if parallel.is_first_stage:
         module.embedding.register_forward_hook(partial(_prepare_embedded, needs_gradient=lora is not None))
     parameters = rank_parameters(trained, position, kernels)
-    rotary = rotary_of(hf_config, shape.head_dim)
+    rotary = rotary_of(hf_config, shape.latent.rope if shape.latent else shape.head_dim)
     rotary = rotary._replace(frequencies=rotary.frequencies.to(device))
     return Stage(
         module, config, hf_config, shape, trained, parallel, dtype, device, parameters, rotary, kernels

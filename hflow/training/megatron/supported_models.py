@@ -6,6 +6,7 @@ them. A family whose parts megatron's layers have is one name in `FAMILIES`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -16,10 +17,12 @@ from hflow.shapes.model_shape import ModelShape
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-FAMILIES = (*LLAMA_LIKE_FAMILIES, "glm4_moe")
+FAMILIES = (*LLAMA_LIKE_FAMILIES, "glm4_moe", "deepseek_v2", "deepseek_v3")
 """`model_type`s that are built."""
 _PARTLY_ROTATED = ("glm4_moe",)
 """Families that may rotate only the first entries of each head."""
+_LATENT = ("deepseek_v2", "deepseek_v3")
+"""Families with latent attention."""
 _ROPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings with one vector of frequencies for all sequence lengths."""
 
@@ -51,25 +54,45 @@ class LayerMath:
     """The epsilon of norms."""
     routing: Routing | None
     """None without experts."""
+    score_scale: float | None = None
+    """Factor of attention's scores; None: the root of the inverse head size."""
+    is_interleaved: bool = False
+    """Whether neighbouring entries are rotated together, in place of those of the two halves."""
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> LayerMath:
         """Read it from a config that `supported_shape` accepts."""
-        routing = _routing(config) if config.model_type in ROUTERS else None
-        return cls(epsilon=config.rms_norm_eps, routing=routing)
+        family = config.model_type
+        return cls(
+            epsilon=config.rms_norm_eps,
+            routing=_routing(config) if family in ROUTERS else None,
+            score_scale=_latent_scale(config) if family in _LATENT else None,
+            is_interleaved=family in _LATENT and getattr(config, "rope_interleave", True),
+        )
 
 
 def _routing(config: PreTrainedConfig) -> Routing:
-    kind, num_groups = ROUTERS[config.model_type], getattr(config, "n_group", None) or 1
+    kind, is_v2 = ROUTERS[config.model_type], config.model_type == "deepseek_v2"
+    has_groups = config.topk_method != "greedy" if is_v2 else getattr(config, "n_group", 1) > 1
     return Routing(
         score=kind.score,
-        normalizes=getattr(config, "norm_topk_prob", True),
+        normalizes=not is_v2 and getattr(config, "norm_topk_prob", True),
         scaling=getattr(config, "routed_scaling_factor", 1.0),
         in_fp32=kind.in_fp32,
-        num_groups=num_groups,
-        num_kept_groups=config.topk_group if num_groups > 1 else 1,
-        best_of_group=2,
+        num_groups=config.n_group if has_groups else 1,
+        num_kept_groups=config.topk_group if has_groups else 1,
+        best_of_group=2 if kind.has_bias else 1,
     )
+
+
+def _latent_scale(config: PreTrainedConfig) -> float:
+    """Return the factor of scores in latent attention, which depends on how positions are stretched."""
+    scale: float = config.qk_head_dim**-0.5
+    rope = config.rope_parameters
+    if rope["rope_type"] == "default" or not rope.get("mscale_all_dim"):
+        return scale
+    stretch: float = 0.1 * rope["mscale_all_dim"] * math.log(max(rope["factor"], 1)) + 1
+    return scale * stretch**2
 
 
 def supported_shape(config: PreTrainedConfig, head: str) -> ModelShape:
@@ -95,6 +118,8 @@ def _check_architecture(config: PreTrainedConfig) -> None:
         raise BackendError(
             f"hidden_act {config.hidden_act!r} is not silu, which megatron needs; use the torch backend"
         )
+    if getattr(config, "mlp_bias", False) and family in _LATENT:
+        raise BackendError(f"{family} has biases in its MLP, which is not supported; use the torch backend")
     layers = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     window = getattr(config, "sliding_window", None)
     if layers or window is not None:
