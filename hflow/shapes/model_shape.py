@@ -189,7 +189,9 @@ def is_in_fp32(tensor: str) -> bool:
 
 def torch_only(shape: ModelShape | None) -> str:
     """Return the part of a model that layers of Transformer Engine do not compute; empty if there is none."""
-    return "latent attention" if shape is not None and shape.latent is not None else ""
+    if shape is not None and shape.latent is not None:
+        return "latent attention"
+    return "norms behind attention and MLP" if shape is not None and shape.has_post_norms else ""
 
 
 EMBEDDING, OUTPUT = "embed_tokens", "lm_head"

@@ -71,6 +71,10 @@ DEEPSEEK = {"model_type": "deepseek_v3", **ARCHITECTURES["deepseek_v3"], "vocab_
     "attention_bias": True,
     "initializer_range": 0.1,
 }
+GEMMA3 = {"model_type": "gemma3_text", **ARCHITECTURES["gemma3_text"], "vocab_size": VOCAB} | {
+    "query_pre_attn_scalar": 12,
+    "initializer_range": 0.1,
+}
 MISTRAL = QWEN2 | {"model_type": "mistral", "sliding_window": None, "rope_parameters": YARN}
 
 LENGTHS = ((5, 9, 3, 1), (12, 2, 5))
@@ -176,6 +180,14 @@ ROUNDS: list[list[tuple[tuple[int, ...], Case]]] = [
     [
         (FIRST, Case("deepseek_v3 t2", (1, 2, 1), DEEPSEEK)),
         (SECOND, Case("deepseek_v3 p2", (1, 1, 2), DEEPSEEK | {"q_lora_rank": None})),
+    ],
+    [
+        (FIRST, Case("gemma3_text t2", (1, 2, 1), GEMMA3, SP)),
+        (SECOND, Case("gemma3_text untied p2 recomputed", (1, 1, 2), GEMMA3 | UNTIED, RECOMPUTED)),
+    ],
+    [
+        (FIRST, Case("gemma3_text t2 without sp", (1, 2, 1), GEMMA3, NO_SP)),
+        (SECOND, Case("mistral with windows p2", (1, 1, 2), MISTRAL | {"sliding_window": 4})),
     ],
     [(ALL, Case("five layers p4", (1, 1, 4), QWEN2 | {"num_hidden_layers": 5}))],
 ]

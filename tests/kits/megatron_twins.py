@@ -91,6 +91,7 @@ NODES: dict[str, tuple[NodeCall, dict[str, Any]]] = {
         kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean"),
         {"balance": BalanceConfig(coefficient=0.3, bias_rate=0.01)},
     ),
+    "gemma3_text": (kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean"), {}),
     "deepseek_v2": (kit.call(sft, "token", [], reduce="token-mean"), {}),
     "deepseek_v3": (
         kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean"),
@@ -109,7 +110,7 @@ EXPERTS = kit.ARCHITECTURE | {
 MIXTRAL = kit.ARCHITECTURE | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 """The model of nodes of Mixtral."""
 
-FAMILIES = ("glm4_moe", "deepseek_v2", "deepseek_v3")
+FAMILIES = ("glm4_moe", "deepseek_v2", "deepseek_v3", "gemma3_text")
 """Nodes with a model of their own family (`family_kit.py`)."""
 
 BUCKET_PARAMETERS, BUCKET_ADAPTERS = 1000, 100
@@ -291,7 +292,9 @@ def _family_rounds(node: str, expert: int) -> list[dict[tuple[int, ...], Twin]]:
     ]
 
 
-FAMILY_ROUNDS = [row for family in FAMILIES for row in _family_rounds(family, expert=2)]
+FAMILY_ROUNDS = [
+    row for family in FAMILIES for row in _family_rounds(family, expert=1 if family == "gemma3_text" else 2)
+]
 """The same for families."""
 FAMILY_TWINS = {twin.name: twin for turn in FAMILY_ROUNDS for twin in turn.values()}
 ADAPTER_TWINS = {twin.name: twin for turn in ADAPTER_ROUNDS for twin in turn.values()}

@@ -55,6 +55,7 @@ DEEPSEEK = GLM | {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
+GEMMA = TIED | {"model_type": "gemma3_text", "head_dim": 128, "sliding_window": 512}
 LORA = {"lora": {"r": 16, "alpha": 32}}
 OF_EXPERTS = {"lora": LORA["lora"] | {"targets": ["q_proj", "experts.gate_up_proj", "experts.down_proj"]}}
 CASES = [
@@ -65,6 +66,7 @@ CASES = [
     kit.Case("megatron", "d8t2c2e8", 0, EXPERTS),
     kit.Case("megatron", "d4p2e4", 7, EXPERTS, {"activation_checkpointing": True}),
     kit.Case("megatron", "d8t2c2e8", 0, GLM),
+    kit.Case("megatron", "d4t2c2", 0, GEMMA, {"sequence_parallel": True}),
     kit.Case("megatron", "d8t2c2e8", 0, DEEPSEEK),
     kit.Case("megatron", "d4t2p2e4", 5, DEEPSEEK | {"q_lora_rank": None}, {"activation_checkpointing": True}),
     kit.Case("torch", "d64r4", 21, TIED),

@@ -105,6 +105,7 @@ LAYOUTS = ["t2p2", "t4p3", "p5", "p4", "t2p3", "t1", "d2c2e4", "d4t2p2e2"]
         kit.QWEN3_MOE | {"num_hidden_layers": 5, "mlp_only_layers": [0]},
         kit.GLM4_MOE | {"num_hidden_layers": 6},
         kit.DEEPSEEK | {"num_hidden_layers": 6},
+        kit.GEMMA3 | {"num_hidden_layers": 6},
     ],
 )
 def test_a_rank_holds_the_boxes_of_the_plan(architecture, head, layout, kernels):
@@ -146,7 +147,7 @@ def test_the_first_stages_have_one_layer_more():
 
 
 def test_tensors_are_those_of_the_plan():
-    others = (kit.MISTRAL, kit.QWEN3_MOE | {"decoder_sparse_step": 2}, kit.GLM4_MOE, kit.DEEPSEEK)
+    others = (kit.MISTRAL, kit.QWEN3_MOE | {"decoder_sparse_step": 2}, kit.GLM4_MOE, kit.DEEPSEEK, kit.GEMMA3)
     for architecture in (kit.QWEN2, kit.QWEN3 | kit.UNTIED, kit.LLAMA | {"mlp_bias": True}, *others):
         planned = {spec.name: spec.shape for spec in tensors(read_shape(architecture))}
         assert backbone_shapes(shape_of(architecture)) == planned

@@ -226,17 +226,17 @@ def test_ranks_of_experts():
 
 
 def test_weights_with_expert_ranks():
-    rest = layers_parameters(MIXED, 0, 4, 0) + 2 * 6_400
+    rest, norms = layers_parameters(MIXED, 0, 4, 0) + 2 * 6_400, 9 * 64
     experts = 3 * 8 * 6_144
     whole, divided = (side(MIXED, layout, backend="megatron") for layout in ("d4", "d4e4"))
     assert (whole.stage_weights, divided.stage_weights) == (rest + experts, rest + experts / 4)
     assert local_weights(whole) == local_weights(divided) == (rest + experts) / 4
     # The rest is reduced over four ranks, the experts of a rank over none.
     (one,) = bucket_collectives("all-gather", divided)
-    assert (one.ranks, one.times, one.num_bytes) == ("data", 1, 4 * rest)
+    assert (one.ranks, one.times, one.num_bytes) == ("data", 1, 4 * (rest + norms))
     pairs = side(MIXED, "d4e2", backend="megatron")
     time = total_time(bucket_collectives("all-gather", pairs), pairs)
-    assert time.transfer == pytest.approx((rest * 3 / 4 + experts / 2 / 2) * 4 / 1e10)
+    assert time.transfer == pytest.approx(((rest + norms) * 3 / 4 + experts / 2 / 2) * 4 / 1e10)
 
 
 def test_experts_are_sent_to_fewer_ranks_than_other_weights():

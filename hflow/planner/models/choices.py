@@ -135,7 +135,7 @@ def layer_choice(replica: Replica, request: PlanRequest) -> LayerChoice:
         return LayerChoice(replica.name, LayerKernels.TORCH, None, "adapters are beside matrices of torch")
     is_open = config.kernels == AUTO_KERNELS and config.fp8 is None
     if is_open and (part := torch_only(request.shapes.get(replica.model))):
-        return LayerChoice(replica.name, LayerKernels.TORCH, None, f"{part} is computed by torch")
+        return LayerChoice(replica.name, LayerKernels.TORCH, None, f"torch computes {part}")
     device, dtype = request.cluster.device, config.compute_dtype
     kernels, why = choose_kernels(config.kernels, device, dtype, installed, config.fp8)
     if config.fp8 is not None and "fp8" not in request.hardware.at(replica.workers[0]).calibration.matmul:
@@ -151,7 +151,7 @@ def layer_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
         config = request.model(replica.model)
         problem = unsupported(plan.cluster.device, config.compute_dtype)
         if part := torch_only(request.shapes.get(replica.model)):
-            problem = f"{part} is computed by torch"
+            problem = f"torch computes {part}"
         if config.fp8 is not None and not problem:
             problem = _fp8_problem(Fp8Recipe(config.fp8), replica, request)
         if problem:

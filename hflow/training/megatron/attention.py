@@ -9,6 +9,7 @@ of a head that are rotated.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,10 +19,20 @@ from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from hflow.models.attention_kernels import CAUSAL, Reach
 from hflow.models.expert_balance import BalancedTokens
 from hflow.models.expert_replay import ReplayedExperts
 from hflow.models.packed_attention import PackedLayout, attend
 from hflow.training.megatron.context_parallel import RowDivision, attend_to_all
+from hflow.training.megatron.supported_models import LayerMath, ropes_of
+
+
+class Rotation(NamedTuple):
+    """A rotary embedding at the positions of tokens."""
+
+    cos: Tensor
+    """`[U, 1, R]`, in the dtype of the forward pass. R entries of each head are rotated."""
+    sin: Tensor
 
 
 @dataclass(frozen=True)
@@ -29,9 +40,8 @@ class PackedInputs:
     """Inputs that all layers of a forward pass need; megatron passes them as `packed_seq_params`."""
 
     layout: PackedLayout
-    cos: Tensor
-    """`[U, 1, R]`, in the dtype of the forward pass. R entries of each head are rotated."""
-    sin: Tensor
+    rotations: tuple[Rotation, ...]
+    """One for all layers, or that of layers without windows and that of layers with."""
     division: RowDivision | None
     """With context parallelism, U is the number of this rank's rows."""
     replayed: ReplayedExperts | None = None
@@ -46,7 +56,7 @@ class PackedInputs:
         cls,
         layout: PackedLayout,
         position_ids: Tensor,
-        rotary: Rotary,
+        rotaries: Sequence[Rotary],
         dtype: torch.dtype,
         division: RowDivision | None = None,
         replayed: ReplayedExperts | None = None,
@@ -57,21 +67,27 @@ class PackedInputs:
         Args:
             layout: the layout of the sequences.
             position_ids: int64 `[U]`.
-            rotary: the rotary embedding, on the same device.
+            rotaries: the rotary embeddings, on the same device.
             dtype: the dtype of the forward pass.
             division: the division of the rows over context ranks; None without context parallelism.
             replayed: the experts that routers are to choose; None: they choose themselves.
             balanced: what routers count and balance; None: nothing.
         """
-        angles = position_ids[:, None].float() * rotary.frequencies
-        angles = torch.cat((angles, angles), dim=-1)[:, None]
-        cos, sin = ((x * rotary.factor).to(dtype) for x in (angles.cos(), angles.sin()))
-        return cls(layout, cos, sin, division, replayed, balanced)
+        rotations = []
+        for rotary in rotaries:
+            angles = position_ids[:, None].float() * rotary.frequencies
+            angles = torch.cat((angles, angles), dim=-1)[:, None]
+            rotations.append(Rotation(*((x * rotary.factor).to(dtype) for x in (angles.cos(), angles.sin()))))
+        return cls(layout, tuple(rotations), division, replayed, balanced)
+
+    def rotation(self, window: int | None) -> Rotation:
+        """Return the rotation of a layer with a window, or without."""
+        return self.rotations[0 if window is None else -1]
 
     @property
     def num_tokens(self) -> int:
         """U, without the padding for sequence parallelism and FP8."""
-        return len(self.cos)
+        return len(self.rotations[0].cos)
 
     @property
     def num_real(self) -> int:
@@ -82,10 +98,10 @@ class PackedInputs:
 class PackedAttention(nn.Module):
     """Core attention with the interface of megatron's; it has no weights."""
 
-    def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **_: Any) -> None:
-        """Take the arguments of megatron's layer specs; those for other kernels are ignored."""
+    def __init__(self, config: Any, layer_number: int, *, math: LayerMath, **_: Any) -> None:
+        """Take the arguments of megatron's layer specs, of which others are ignored, and what is computed."""
         super().__init__()
-        self.scale = softmax_scale
+        self.scale, self.window = math.score_scale, math.windows[layer_number - 1]
 
     def forward(
         self,
@@ -98,11 +114,14 @@ class PackedAttention(nn.Module):
     ) -> Tensor:
         """Attend: `[U', H, E]` -> `[U', H, E]`. Tokens after the first U are padding and get zeros."""
         inputs = packed_seq_params
-        q, k = (rotate(x[: inputs.num_tokens], inputs.cos, inputs.sin) for x in (query, key))
-        return attend_rows(q, k, value, inputs, self.scale)
+        rotation = inputs.rotation(self.window)
+        q, k = (rotate(x[: inputs.num_tokens], rotation) for x in (query, key))
+        return attend_rows(q, k, value, inputs, self.scale, Reach(self.window))
 
 
-def attend_rows(q: Tensor, k: Tensor, v: Tensor, inputs: PackedInputs, scale: float | None) -> Tensor:
+def attend_rows(
+    q: Tensor, k: Tensor, v: Tensor, inputs: PackedInputs, scale: float | None, reach: Reach = CAUSAL
+) -> Tensor:
     """Attend to rotated keys: `[U', H, E]` -> `[U', H, E]`; v has U' rows, q and k that many or U.
 
     Tokens after the first U are padding and get zeros. Values may have another size, which results have.
@@ -111,17 +130,18 @@ def attend_rows(q: Tensor, k: Tensor, v: Tensor, inputs: PackedInputs, scale: fl
     q, k, v = (x[:num_tokens] for x in (q, k, v))
     if inputs.division is None:
         # A view would keep the whole projection to q, k and v until the backward pass.
-        out = attend(q, k, v.contiguous(), inputs.layout, scale)
+        out = attend(q, k, v.contiguous(), inputs.layout, scale, reach)
     else:
-        out = attend_to_all(q, k, v, inputs.division, inputs.layout.kernel, scale)
+        out = attend_to_all(q, k, v, inputs.division, inputs.layout.kernel, scale, reach)
     if not num_padding:
         return out  # `pad` would copy it
     padded: Tensor = pad(out, (0, 0, 0, 0, 0, num_padding))
     return padded
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     """Apply the rotary embedding to the first R of `[U, H, E]`. Their halves are coordinates of planes."""
+    cos, sin = rotation
     rotated, others = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     first, second = rotated.chunk(2, dim=-1)
     turned = rotated * cos + torch.cat((-second, first), dim=-1) * sin
@@ -137,11 +157,17 @@ class Rotary(NamedTuple):
     """Factor of rotated entries."""
 
 
-def rotary_of(config: PreTrainedConfig, head_dim: int) -> Rotary:
-    """Return the rotary embedding of heads, or of the rotated part of heads, of size `head_dim`."""
-    rope = config.rope_parameters
+def rotaries_of(config: PreTrainedConfig, head_dim: int, device: torch.device) -> tuple[Rotary, ...]:
+    """Return the rotary embeddings of heads, or of the rotated part of heads, of size `head_dim`."""
+    return tuple(_rotary(config, kind, rope, head_dim, device) for kind, rope in ropes_of(config).items())
+
+
+def _rotary(
+    config: PreTrainedConfig, kind: str | None, rope: dict[str, Any], head_dim: int, device: torch.device
+) -> Rotary:
     if rope["rope_type"] != "default":
-        return Rotary(*ROPE_INIT_FUNCTIONS[rope["rope_type"]](config))
+        frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, layer_type=kind)
+        return Rotary(frequencies.to(device), factor)
     size = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     inverse: Tensor = rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
-    return Rotary(1.0 / inverse)
+    return Rotary((1.0 / inverse).to(device))

@@ -29,7 +29,7 @@ from hflow.training.megatron.attention import PackedAttention
 from hflow.training.megatron.experts import GroupedExperts, Router
 from hflow.training.megatron.hf_mapping import copies_key_value_heads
 from hflow.training.megatron.latent_attention import LatentAttention
-from hflow.training.megatron.layers import GatedSilu, RepeatedQkv, RMSNorm
+from hflow.training.megatron.layers import GatedGelu, GatedSilu, NormedSum, RepeatedQkv, RMSNorm
 from hflow.training.megatron.parallel_state import ParallelState
 from hflow.training.megatron.supported_models import LayerMath
 from hflow.types.kernels import Fp8Recipe, LayerKernels
@@ -91,6 +91,7 @@ def transformer_config(
         num_query_groups=max(model.num_kv_heads, parallel.tensor),  # copies included
         kv_channels=model.head_dim,
         layernorm_epsilon=math.epsilon,
+        layernorm_zero_centered_gamma=math.has_centred_norms,
         qk_layernorm=model.has_qk_norm,
         add_qkv_bias=model.has_qkv_bias,
         params_dtype=dtype,
@@ -113,11 +114,16 @@ def transformer_config(
 
 
 def block_spec(
-    model: ModelShape, math: LayerMath, parallel: ParallelState, kernels: LayerKernels
+    config: TransformerConfig,
+    model: ModelShape,
+    math: LayerMath,
+    parallel: ParallelState,
+    kernels: LayerKernels,
 ) -> TransformerBlockSubmodules:
     """Return the layers of this rank's stage. Making groups for copied key-value heads is a collective.
 
     Args:
+        config: what `transformer_config` returned.
         model: the model's sizes.
         math: what the layers compute.
         parallel: this rank's layout.
@@ -126,11 +132,11 @@ def block_spec(
     copies, parts = None, _parts(model, kernels)
     if copies_key_value_heads(model, parallel.tensor):
         copies = parallel.tensor_block(parallel.tensor // model.num_kv_heads)
-    dense = mixed = _layer_spec(model, math, copies, parts)
+    dense = mixed = _layer_spec(config, model, math, copies, parts)
     if model.experts is not None:
         assert math.routing is not None
         router = partial(Router, model, math.routing)
-        layer = _layer_spec(model, math, copies, parts)
+        layer = _layer_spec(config, model, math, copies, parts)
         mixed = _with_experts(layer, router, parts, model.experts.shared > 0)
     layers = range(*stage_layers(model.num_layers, parallel.pipe)[parallel.p])
     specs = [mixed if model.has_experts(layer) else dense for layer in layers]
@@ -171,11 +177,16 @@ def _torch_spec(has_qk_norm: bool) -> ModuleSpec:
 
 
 def _layer_spec(
-    model: ModelShape, math: LayerMath, copies: ProcessGroup | None, parts: LayerParts
+    config: TransformerConfig,
+    model: ModelShape,
+    math: LayerMath,
+    copies: ProcessGroup | None,
+    parts: LayerParts,
 ) -> ModuleSpec:
     """Return the submodules of a layer with one MLP.
 
     Args:
+        config: megatron's configuration.
         model: the model's sizes.
         math: what the layer computes.
         copies: the tensor ranks that hold the same key-value head; None if each head is on one of them.
@@ -184,7 +195,7 @@ def _layer_spec(
     layer = parts.spec(model.has_qk_norm)
     modules, attention = layer.submodules, layer.submodules.self_attention.submodules
     modules.mlp.params["ffn_hidden_size"] = model.intermediate
-    attention.core_attention = PackedAttention
+    attention.core_attention = ModuleSpec(PackedAttention, params={"math": math})
     if model.has_qk_norm:
         attention.q_layernorm = attention.k_layernorm = parts.norm
     if copies is not None:
@@ -194,6 +205,10 @@ def _layer_spec(
         attention.linear_proj = _biased(attention.linear_proj)
     if model.latent is not None:
         modules.self_attention = ModuleSpec(LatentAttention, params={"model": model, "math": math})
+    if math.has_gelu:
+        modules.mlp.submodules.activation_func = GatedGelu
+    if model.has_post_norms:
+        modules.self_attn_bda = modules.mlp_bda = ModuleSpec(NormedSum, params={"config": config})
     if model.has_mlp_bias:
         mlp = modules.mlp.submodules
         mlp.linear_fc1, mlp.linear_fc2 = _biased(mlp.linear_fc1), _biased(mlp.linear_fc2)

@@ -276,7 +276,13 @@ def _layer_parameters(
         yield _whole(f"{attention}linear_proj.bias", f"{o_proj}bias", (model.hidden,))
     is_fused = of_te and not has_experts
     norm = f"{ours}mlp.linear_fc1.layer_norm_weight" if is_fused else f"{ours}pre_mlp_layernorm.weight"
-    yield _whole(norm, f"{theirs}post_attention_layernorm.weight", (model.hidden,))
+    before_mlp = "post_attention_layernorm"
+    if model.has_post_norms:
+        before_mlp = "pre_feedforward_layernorm"
+        for name, theirs_norm in (("self_attn", "post_attention"), ("mlp", "post_feedforward")):
+            after = f"{theirs}{theirs_norm}_layernorm.weight"
+            yield _whole(f"{ours}{name}_bda.norm.weight", after, (model.hidden,))
+    yield _whole(norm, f"{theirs}{before_mlp}.weight", (model.hidden,))
     if has_experts:
         yield from _experts(model, position, f"{ours}mlp.", f"{theirs}mlp.", kernels)
     else:

@@ -131,5 +131,5 @@ class LatentAttention(nn.Module):
         """Rotate the first U rows of `[U', heads, size]`, and leave padding as it is."""
         if self.math.is_interleaved:  # neighbours are the coordinates of a plane
             x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
-        rotated = rotate(x[: inputs.num_tokens], inputs.cos, inputs.sin)
+        rotated = rotate(x[: inputs.num_tokens], inputs.rotation(None))
         return torch.cat((rotated, x[inputs.num_tokens :])) if len(x) > len(rotated) else rotated

@@ -41,7 +41,7 @@ from hflow.shapes.model_shape import ModelShape, adapted_shape, adapter_targets
 from hflow.training.fsdp.build import HEADS, check_choice
 from hflow.training.loop.logprobs import OutputMatrix
 from hflow.training.megatron.adapters import add_adapters, set_magnitudes
-from hflow.training.megatron.attention import PackedInputs, Rotary, rotary_of
+from hflow.training.megatron.attention import PackedInputs, Rotary, rotaries_of
 from hflow.training.megatron.checkpoint_reader import load_parameters, open_weights
 from hflow.training.megatron.config import block_spec, transformer_config
 from hflow.training.megatron.context_parallel import RowDivision
@@ -80,7 +80,7 @@ class Stage:
     device: torch.device
     parameters: tuple[MappedParameter, ...]
     """The parameters that training changes, with the blocks of HF tensors that each holds."""
-    rotary: Rotary
+    rotaries: tuple[Rotary, ...]
     kernels: LayerKernels
     """What computes the layers, on which the names of the parameters depend."""
 
@@ -147,7 +147,9 @@ class Stage:
         """
         if division is not None:
             input_ids, position_ids = input_ids[division.rows], position_ids[division.rows]
-        packed = PackedInputs.of(layout, position_ids, self.rotary, self.dtype, division, replayed, balanced)
+        packed = PackedInputs.of(
+            layout, position_ids, self.rotaries, self.dtype, division, replayed, balanced
+        )
         num_padding = -len(input_ids) % self.row_multiple
         return {
             "input_ids": pad(input_ids, (0, num_padding))[None],
@@ -264,7 +266,7 @@ def _uninitialized_stage(
     with torch.device(device), parameters_on_meta() if has_base else nullcontext():
         module = _PackedModel(
             config,
-            block_spec(shape, math, parallel, kernels),
+            block_spec(config, shape, math, parallel, kernels),
             vocab_size=padded_vocab_size(shape.vocab, parallel.tensor),
             max_sequence_length=hf_config.max_position_embeddings,
             pre_process=parallel.is_first_stage,
@@ -288,23 +290,28 @@ def _uninitialized_stage(
         with torch.device(device):
             add_adapters(module, adapted_linears(trained, position, kernels), lora.scale)
     if parallel.is_first_stage:
-        module.embedding.register_forward_hook(partial(_prepare_embedded, needs_gradient=lora is not None))
+        module.embedding.register_forward_hook(
+            partial(_prepare_embedded, scale=math.embedding_scale, needs_gradient=lora is not None)
+        )
     parameters = rank_parameters(trained, position, kernels)
-    rotary = rotary_of(hf_config, shape.latent.rope if shape.latent else shape.head_dim)
-    rotary = rotary._replace(frequencies=rotary.frequencies.to(device))
+    rotaries = rotaries_of(hf_config, shape.latent.rope if shape.latent else shape.head_dim, device)
     return Stage(
-        module, config, hf_config, shape, trained, parallel, dtype, device, parameters, rotary, kernels
+        module, config, hf_config, shape, trained, parallel, dtype, device, parameters, rotaries, kernels
     )
 
 
-def _prepare_embedded(embedding: nn.Module, args: object, output: Tensor, *, needs_gradient: bool) -> Tensor:
-    """Return embedded tokens `[U', 1, D]` with the strides of a new tensor.
+def _prepare_embedded(
+    embedding: nn.Module, args: object, output: Tensor, *, scale: float, needs_gradient: bool
+) -> Tensor:
+    """Return embedded tokens `[U', 1, D]` with the strides of a new tensor, multiplied by a factor.
 
     Megatron has transposed them, and torch would multiply rows with such strides by a frozen matrix one at a
     time, each with a copy of it. A frozen embedding's output gets a gradient, as without one a recomputed
     layer would have none for its adapters.
     """
     embedded = output.flatten(0, 1).unsqueeze(1)
+    if scale != 1.0:
+        embedded = embedded * torch.tensor(scale, dtype=embedded.dtype)  # rounded, as in transformers
     return embedded.requires_grad_() if needs_gradient and torch.is_grad_enabled() else embedded
 
 

@@ -131,7 +131,8 @@ def kept_per_token(rank: Rank, *, pads: bool, num_mlp: int = 4) -> tuple[int, fl
     if shape.has_qk_norm:
         num_norms = shape.num_heads + shape.num_kv_heads
         attention += num_norms * ((8 if width == FP32_BYTES else 6) * shape.head_dim + FP32_BYTES)
-    return 2 * _kept_by_norm(shape.hidden, width), attention + num_mlp * width * mean_mlp_rows(shape)
+    num_norms = 4 if shape.has_post_norms else 2
+    return num_norms * _kept_by_norm(shape.hidden, width), attention + num_mlp * width * mean_mlp_rows(shape)
 
 
 def layer_input(rank: Rank, batch: MicroBatch) -> int:
