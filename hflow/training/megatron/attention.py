@@ -157,17 +157,14 @@ class Rotary(NamedTuple):
     """Factor of rotated entries."""
 
 
-def rotaries_of(config: PreTrainedConfig, head_dim: int, device: torch.device) -> tuple[Rotary, ...]:
+def rotaries_of(config: PreTrainedConfig, head_dim: int) -> tuple[Rotary, ...]:
     """Return the rotary embeddings of heads, or of the rotated part of heads, of size `head_dim`."""
-    return tuple(_rotary(config, kind, rope, head_dim, device) for kind, rope in ropes_of(config).items())
+    return tuple(_rotary(config, kind, rope, head_dim) for kind, rope in ropes_of(config).items())
 
 
-def _rotary(
-    config: PreTrainedConfig, kind: str | None, rope: dict[str, Any], head_dim: int, device: torch.device
-) -> Rotary:
+def _rotary(config: PreTrainedConfig, kind: str | None, rope: dict[str, Any], head_dim: int) -> Rotary:
     if rope["rope_type"] != "default":
-        frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, layer_type=kind)
-        return Rotary(frequencies.to(device), factor)
+        return Rotary(*ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, layer_type=kind))
     size = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     inverse: Tensor = rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
-    return Rotary((1.0 / inverse).to(device))
+    return Rotary(1.0 / inverse)

@@ -28,7 +28,7 @@ from hflow.shapes.model_shape import Experts, ModelShape, torch_only
 from hflow.training.megatron.attention import PackedAttention
 from hflow.training.megatron.experts import GroupedExperts, Router
 from hflow.training.megatron.hf_mapping import copies_key_value_heads
-from hflow.training.megatron.latent_attention import LatentAttention
+from hflow.training.megatron.latent_attention import PackedLatentAttention
 from hflow.training.megatron.layers import GatedGelu, GatedSilu, NormedSum, RepeatedQkv, RMSNorm
 from hflow.training.megatron.parallel_state import ParallelState
 from hflow.training.megatron.supported_models import LayerMath
@@ -204,7 +204,7 @@ def _layer_spec(
     if model.has_out_bias:
         attention.linear_proj = _biased(attention.linear_proj)
     if model.latent is not None:
-        modules.self_attention = ModuleSpec(LatentAttention, params={"model": model, "math": math})
+        modules.self_attention = ModuleSpec(PackedLatentAttention, params={"model": model, "math": math})
     if math.has_gelu:
         modules.mlp.submodules.activation_func = GatedGelu
     if model.has_post_norms:

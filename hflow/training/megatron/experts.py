@@ -87,7 +87,7 @@ class Router(nn.Module):
         return weights, is_chosen
 
     def _ranks(self, scores: Tensor) -> Tensor:
-        """Return what experts are ranked by, `[U', N]`: minus infinity in groups that are left out."""
+        """Return the scores that rank experts, `[U', N]`: minus infinity in groups that are left out."""
         routing = self.routing
         ranks = scores if self.score_bias is None else scores + self.score_bias
         if routing.num_groups == 1:

@@ -50,7 +50,7 @@ class WholeLinear(nn.Module):
         return linear(x, self.weight, self.bias)
 
 
-class LatentAttention(nn.Module):
+class PackedLatentAttention(nn.Module):
     """Attention with the interface of megatron's `SelfAttention`."""
 
     def __init__(

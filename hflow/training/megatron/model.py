@@ -294,7 +294,10 @@ def _uninitialized_stage(
             partial(_prepare_embedded, scale=math.embedding_scale, needs_gradient=lora is not None)
         )
     parameters = rank_parameters(trained, position, kernels)
-    rotaries = rotaries_of(hf_config, shape.latent.rope if shape.latent else shape.head_dim, device)
+    rotaries = tuple(
+        rotary._replace(frequencies=rotary.frequencies.to(device))
+        for rotary in rotaries_of(hf_config, shape.latent.rope if shape.latent else shape.head_dim)
+    )
     return Stage(
         module, config, hf_config, shape, trained, parallel, dtype, device, parameters, rotaries, kernels
     )

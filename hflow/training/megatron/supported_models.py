@@ -62,7 +62,7 @@ class LayerMath:
     epsilon: float
     """The epsilon of norms."""
     windows: tuple[int | None, ...]
-    """Of each layer of the model, the number of last tokens that it attends to; None: all."""
+    """The number of last tokens that each layer of the model attends to; None: all."""
     routing: Routing | None
     """None without experts."""
     score_scale: float | None = None
