@@ -13,6 +13,7 @@ from functools import lru_cache
 from hflow.planner.forecast.memory.parts import Items, MicroBatch, item, largest
 from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
 from hflow.planner.plan.forecast import MemoryCategory
+from hflow.shapes.architectures import ROUTERS
 from hflow.shapes.model_shape import (
     NF4_BLOCK,
     ModelShape,
@@ -115,7 +116,8 @@ def kept_per_token(rank: Rank, *, pads: bool, num_mlp: int = 4) -> tuple[int, fl
 
     A norm keeps its input, the normalised rows and its output (in bf16 the input as fp32). Attention keeps q,
     k, v (those of all context ranks), its output and the log of each row's sum. The MLP keeps gate, up, the
-    activated gate and their product, as far as the backend does. Where layers differ, it is their mean.
+    activated gate and their product, as far as the backend does; a router in fp32 a copy of its input. Where
+    layers differ, it is their mean.
 
     Args:
         rank: a rank with the model and dtype.
@@ -131,8 +133,8 @@ def kept_per_token(rank: Rank, *, pads: bool, num_mlp: int = 4) -> tuple[int, fl
     if shape.has_qk_norm:
         num_norms = shape.num_heads + shape.num_kv_heads
         attention += num_norms * ((8 if width == FP32_BYTES else 6) * shape.head_dim + FP32_BYTES)
-    num_norms = 4 if shape.has_post_norms else 2
-    return num_norms * _kept_by_norm(shape.hidden, width), attention + num_mlp * width * mean_mlp_rows(shape)
+    norms = (4 if shape.has_post_norms else 2) * _kept_by_norm(shape.hidden, width)
+    return norms + _kept_by_router(shape, width), attention + num_mlp * width * mean_mlp_rows(shape)
 
 
 def layer_input(rank: Rank, batch: MicroBatch) -> int:
@@ -346,6 +348,14 @@ def reordered_output(rank: Rank) -> int:
 def _most_mlp_rows(shape: ModelShape) -> int:
     """Return the rows of F that a token passes in the layer with most of them."""
     return max(mlp_rows(shape, layer) for layer in range(shape.num_layers))
+
+
+def _kept_by_router(shape: ModelShape, width: int) -> int:
+    """Return the bytes per token of a router's input in fp32, if that is a copy, as the mean over layers."""
+    kind = ROUTERS.get(shape.family)
+    if width == FP32_BYTES or kind is None or not kind.in_fp32:
+        return 0
+    return FP32_BYTES * shape.hidden * expert_layers(shape, 0, shape.num_layers) // shape.num_layers
 
 
 def _kept_by_norm(size: int, width: int) -> int:
