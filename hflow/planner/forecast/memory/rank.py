@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from hflow.config.schema import ModelConfig
-from hflow.planner.plan.optimizers import CHUNK, is_layer_matrix, optimizer_traits, states_of
+from hflow.planner.plan.optimizers import CHUNK, CPU_CHUNK, is_layer_matrix, optimizer_traits, states_of
 from hflow.planner.plan.request import trained_shape
 from hflow.planner.plan.rows import Replica
 from hflow.planner.plan.traits import BackendTraits, traits
@@ -147,7 +147,7 @@ class Rank:
         optimizer = optimizer_traits(self.config.optim.name)
         if optimizer.needs_whole_matrix:
             return self._matrix_buffers()
-        return optimizer.buffer_bytes * min(CHUNK, self.largest_converted)
+        return optimizer.buffer_bytes * min(CPU_CHUNK if self.on_cpu else CHUNK, self.largest_converted)
 
     @cached_property
     def largest_converted(self) -> int:

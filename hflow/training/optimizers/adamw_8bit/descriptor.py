@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from hflow.planner.plan.optimizers import OptimizerKind, OptimizerState, OptimizerTraits
 from hflow.training.optimizers.adamw.descriptor import STATES
-from hflow.training.optimizers.adamw_8bit.blocks import BLOCK
 
 if TYPE_CHECKING:
     from hflow.config.schema import OptimConfig
 
+BLOCK = 256
+"""Entries that share a scale in fp32."""
 _BYTES = 1 + 4 / BLOCK
 
 
@@ -30,10 +31,10 @@ OPTIMIZER = OptimizerKind(
     traits=OptimizerTraits(
         states=_states,
         # As AdamW (40). Each of two moments is read by way of 32 bits (9) into fp32 (8), scaled (8), read for
-        # its block's scale (4), divided (8), and written by way of 32 bits (13).
-        step_bytes=140,
+        # its block's scale (8), divided (8), and written by way of 32 bits (13).
+        step_bytes=148,
         options=("betas", "eps"),
-        buffer_bytes=12,  # both moments in fp32, and numbers of 32 bits
+        buffer_bytes=16,  # both moments in fp32, and numbers of 32 bits, of which a CPU needs two
     ),
     build=_build,
 )

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from hflow.planner.plan.optimizers import OptimizerKind, OptimizerState, OptimizerTraits
 from hflow.training.optimizers.adamw.descriptor import STATES
-from hflow.training.optimizers.muon.iterations import NUM_ITERATIONS
 
 if TYPE_CHECKING:
     from hflow.config.schema import OptimConfig
+
+NUM_ITERATIONS = 5
+"""Newton-Schulz iterations of a step, each with three products."""
 
 
 def _matrix_flops(rows: int, columns: int) -> int:

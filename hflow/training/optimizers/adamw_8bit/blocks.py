@@ -1,4 +1,0 @@
-"""The blocks of quantised moments."""
-
-BLOCK = 256
-"""Entries that share a scale in fp32."""

@@ -1,4 +1,0 @@
-"""How often Muon iterates."""
-
-NUM_ITERATIONS = 5
-"""Newton-Schulz iterations of a step, each with three products."""
