@@ -165,6 +165,8 @@ def test_biases_are_moved_saved_and_sent_as_they_are(dtype: Any, tmp_path: Path)
     found = biases(backend._model)
     assert len(found) == 3
     assert all(bias.abs().max() > 2.9e-3 for bias in found)
+    in_blocks = [block.values for block in backend.blocks() if "e_score_correction_bias" in block.tensor]
+    assert [x.data_ptr() for x in in_blocks] == [x.data_ptr() for x in found]  # update nodes change them
     backend.save(str(tmp_path))()
     again = model(path=str(tmp_path), architecture=None, dtype=dtype)
     engine = EmbeddedEngine(ModelSettings(name="actor", architecture=architecture, seed=9, dtype=dtype))

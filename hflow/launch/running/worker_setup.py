@@ -16,6 +16,7 @@ from hflow.config import ModelConfig, RunConfig
 from hflow.data.rows.datasets import DataSettings, JoinedRows, RowSource, check_rows, open_dataset
 from hflow.data.rows.generated import ENDLESS
 from hflow.data.rows.row_order import RowOrder, WeightedOrder
+from hflow.data.rows.samplers import SAMPLERS
 from hflow.data.text.tokenizer import TokenizerSettings, eos_ids
 from hflow.dsl import FirstPass, first_pass_of, read_first_pass
 from hflow.graph.ir import Level, Node, Read
@@ -131,8 +132,14 @@ def open_rows(compiled: Compiled) -> tuple[dict[str, DatasetRows], dict[str, tup
                     f"{settings.key}.sampler chooses among a number of rows, but "
                     f"{settings.key}.generator={settings.generator} may not end; set {settings.key}.limit"
                 )
+            sampler = compiled.config.data[name].sampler
             judge = _judge(compiled.plan, stream, f"{settings.key}.sampler")
-            key, order = f"{settings.key}.sampler={compiled.config.data[name].sampler}", rows[stream]
+            if judge is None and sampler in SAMPLERS:  # one of the recipe's may need no rewards
+                raise ConfigError(
+                    f"{settings.key}.sampler={sampler} needs rewards, but no node returns one for the "
+                    f"samples of {stream}; add one, such as rewards.math_equal, or remove the sampler"
+                )
+            key, order = f"{settings.key}.sampler={sampler}", rows[stream]
             rows[stream] = SampledRows(order, function, judge, key)
         files[name] = source.files
     return rows, files

@@ -147,12 +147,6 @@ def _check_balance(graph: Graph, name: str, request: PlanRequest) -> None:
             f"{key}.bias_rate is {balance.bias_rate:g}, but only adapters are trained, saved and sent; set "
             f"{key}.coefficient in its place"
         )
-    averaging = [node.spec for node in graph.nodes if node.spec.verb == "update" and name in node.spec.models]
-    if balance.bias_rate and averaging:
-        raise PlanError(
-            f"{key}.bias_rate is {balance.bias_rate:g}, but {averaging[0].name} "
-            f"({averaging[0].where}) updates weights alone; set {key}.coefficient in its place"
-        )
 
 
 def _check_host_steps(name: str, config: ModelConfig) -> None:
