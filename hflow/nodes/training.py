@@ -589,10 +589,11 @@ def dpo(
     """
     log_ratio = out.logprobs - ref_logprobs
     chosen, rejected = seqs.members(beta * seqs.sum(log_ratio))
+    mean_chosen, mean_rejected = seqs.members(seqs.mean(log_ratio))
     margin = chosen - rejected
     losses = {
         "sigmoid": lambda: algo.pairwise_loss(margin, label_smoothing),
-        "ipo": lambda: algo.ipo_loss(*seqs.members(seqs.mean(log_ratio)), beta),
+        "ipo": lambda: algo.ipo_loss(mean_chosen, mean_rejected, beta),
         "hinge": lambda: algo.hinge_loss(margin),
         "robust": lambda: algo.robust_loss(margin, label_smoothing),
         "exo_pair": lambda: algo.exo_loss(margin, label_smoothing),

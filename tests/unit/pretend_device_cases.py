@@ -273,7 +273,7 @@ def test_a_train_step_is_that_of_the_cpu_and_waits_once_per_update(device, name)
     assert syncs == {"item": num_updates, "copy to the host": 1}  # norms of gradients; metrics
 
 
-@pytest.mark.parametrize("name", ["muon", "sgd"])
+@pytest.mark.parametrize("name", ["adamw_8bit", "muon", "sgd"])
 def test_optimizers_step_as_on_the_cpu_and_wait_for_nothing(device, name):
     optim = dataclasses.replace(kit.SETTINGS.optim, name=name, eps=1e-3 if name != "sgd" else 1e-8)
     here, wanted, _ = trained("cpu", "mask", optim=optim)
