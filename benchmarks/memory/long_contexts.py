@@ -110,8 +110,7 @@ def main() -> None:
         rule = EdgeRule("actor_train", "gen", FIELDS, (4, 5), by_group=False, policy="balanced")
         groups = {g: samples[g * GROUP : (g + 1) * GROUP] for g in range(args.samples // GROUP)}
         holders = locations.holders(FIELDS, samples)
-        known = locations.lengths(samples)
-        cut = parts.measure("assigned", lambda: shards(rule, None, groups, known, holders, seed=0, step=0))
+        cut = parts.measure("assigned", lambda: shards(rule, None, groups, holders, seed=0, step=0))
         cluster = ClusterSpec("cpu-1x6", "cpu", 1, 6, 1 << 40)
         moves = parts.measure("moves planned", lambda: redistribute(rule, cut, holders, cluster))
         taken = [move for move in moves if move.dst == 4]
