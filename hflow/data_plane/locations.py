@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hflow.data_plane.redistribute import NO_WORKER, FieldHolders, Holders, Move
+from hflow.data_plane.redistribute import NO_WORKER, FieldHolders, Holders, Integers, Move
 
-Rows = NDArray[np.int64]
+NO_ROW = -1
 
 
 @dataclass(eq=False)
@@ -24,7 +24,7 @@ class _Held:
     """[rows, most copies of a sample]: all workers that hold them, then `NO_WORKER`. Not the home worker,
     unless a batch node made them there."""
 
-    def add(self, rows: Rows, worker: int) -> None:
+    def add(self, rows: Integers, worker: int) -> None:
         """Note that one more worker holds them."""
         rows = rows[(self.workers[rows] != worker).all(axis=1)]
         counts = (self.workers[rows] != NO_WORKER).sum(axis=1)
@@ -42,8 +42,9 @@ class DataLocations:
     """
 
     def __init__(self) -> None:
-        self._rows: dict[int, int] = {}
-        """Sample -> its row in all columns."""
+        self._rows = np.empty(0, np.int32)
+        """Sample, less `_first` -> its row in all columns; `NO_ROW`: it is not here."""
+        self._first = 0
         self._free: list[int] = []
         """Rows without a sample."""
         self._home = np.empty(0, np.int32)
@@ -55,7 +56,9 @@ class DataLocations:
         """Record that a source finished a sample of `length` tokens on its home worker."""
         if not self._free:
             self._grow()
-        row = self._rows[sample] = self._free.pop()
+        if not 0 <= sample - self._first < len(self._rows):
+            self._widen(sample)
+        row = self._rows[sample - self._first] = self._free.pop()
         self._home[row] = worker
         self._length[row] = length
 
@@ -83,7 +86,7 @@ class DataLocations:
     def holders(self, fields: Iterable[str], samples: Iterable[int]) -> Holders:
         """Return the workers that hold fields of these samples."""
         ids = np.sort(np.fromiter(samples, np.int64))
-        rows = self._rows_of(ids.tolist())
+        rows = self._rows_of(ids)
         home = self._home[rows, None]
         names: dict[_Held | None, list[str]] = defaultdict(list)
         for name in fields:
@@ -98,7 +101,7 @@ class DataLocations:
 
     def workers_of(self, samples: Iterable[int]) -> dict[int, list[int]]:
         """Return the workers that may hold any data of these samples, each with those samples, ascending."""
-        return self._by_worker(samples, self._all_held())
+        return self._by_worker(self._known(samples), self._all_held())
 
     def by_home(self, samples: Iterable[int]) -> dict[int, list[int]]:
         """Group samples by their home worker."""
@@ -110,15 +113,16 @@ class DataLocations:
 
     def at_home(self, worker: int) -> set[int]:
         """Return the samples whose home worker this is."""
-        return {sample for sample, row in self._rows.items() if self._home[row] == worker}
+        samples = self._all_samples()
+        return set(samples[self._home[self._rows_of(samples)] == worker].tolist())
 
     def drop_fields(self, fields: Iterable[str], samples: Iterable[int]) -> dict[int, list[int]]:
         """Forget fields of these samples; return the workers that may hold them, each with its samples."""
-        samples = tuple(samples)
+        known = self._known(samples)
         dropped = self._together(self._held.keys() & set(fields), is_made=False)
-        workers = self._by_worker(samples, dropped)
+        workers = self._by_worker(known, dropped)
         for held in dropped:
-            held.workers[self._rows_of(self._known(samples))] = NO_WORKER
+            held.workers[self._rows_of(known)] = NO_WORKER
         return workers
 
     def forget(self, samples: Iterable[int]) -> None:
@@ -127,19 +131,38 @@ class DataLocations:
         rows = self._rows_of(known)
         for held in self._all_held():
             held.workers[rows] = NO_WORKER
-        for sample in known:
-            self._free.append(self._rows.pop(sample))
+        self._rows[known - self._first] = NO_ROW
+        self._free += rows.tolist()
 
     def _add(self, fields: Iterable[str], samples: Iterable[int], worker: int, *, is_made: bool) -> None:
         rows = self._rows_of(samples)
         for held in self._together(fields, is_made=is_made):
             held.add(rows if held.is_made else rows[self._home[rows] != worker], worker)
 
-    def _rows_of(self, samples: Iterable[int]) -> Rows:
-        return np.fromiter(map(self._rows.__getitem__, samples), np.int64)
+    def _rows_of(self, samples: Iterable[int]) -> Integers:
+        rows = self._rows[np.fromiter(samples, np.int64) - self._first]
+        assert (rows != NO_ROW).all(), "there is no data of a sample"
+        return rows
 
-    def _known(self, samples: Iterable[int]) -> list[int]:
-        return [sample for sample in samples if sample in self._rows]
+    def _known(self, samples: Iterable[int]) -> Integers:
+        """Return those of some samples that are here, ascending."""
+        ids = np.unique(np.fromiter(samples, np.int64))
+        ids = ids[(ids >= self._first) & (ids < self._first + len(self._rows))]
+        return ids[self._rows[ids - self._first] != NO_ROW]
+
+    def _all_samples(self) -> Integers:
+        return np.flatnonzero(self._rows != NO_ROW) + self._first
+
+    def _widen(self, sample: int) -> None:
+        """Let the table of rows begin before the first sample, and end after the last one."""
+        samples = self._all_samples()
+        rows = self._rows_of(samples)
+        covered = np.append(samples, sample)
+        first, last = int(covered.min()), int(covered.max())
+        margin = max(64, last - first)  # so that this is rare, and older samples may follow
+        self._first = max(0, first - margin)
+        self._rows = np.full(last + 1 + margin - self._first, NO_ROW, np.int32)
+        self._rows[samples - self._first] = rows
 
     def _all_held(self) -> list[_Held]:
         return list(dict.fromkeys(self._held.values()))
@@ -166,14 +189,12 @@ class DataLocations:
             self._held.update(dict.fromkeys(new, _Held(is_made, nowhere)))
         return list(dict.fromkeys(self._held[name] for name in fields))
 
-    def _by_worker(self, samples: Iterable[int], places: Iterable[_Held]) -> dict[int, list[int]]:
+    def _by_worker(self, samples: Integers, places: Iterable[_Held]) -> dict[int, list[int]]:
         """Return home workers and other holders, each with the samples that it holds, ascending."""
-        known = sorted(self._known(samples))
-        rows = self._rows_of(known)
+        rows = self._rows_of(samples)
         workers = np.concatenate((self._home[rows, None], *(held.workers[rows] for held in places)), axis=1)
         number, column = np.nonzero(workers != NO_WORKER)
-        held = np.unique(workers[number, column].astype(np.int64) * len(known) + number)
-        found: dict[int, list[int]] = defaultdict(list)
-        for key in held.tolist():
-            found[key // len(known)].append(known[key % len(known)])
-        return dict(found)
+        held = np.unique(workers[number, column].astype(np.int64) * len(samples) + number)
+        found, starts = np.unique(held // max(1, len(samples)), return_index=True)
+        parts = np.split(samples[held % max(1, len(samples))], starts[1:])
+        return {worker: part.tolist() for worker, part in zip(found.tolist(), parts, strict=False)}
