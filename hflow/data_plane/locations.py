@@ -54,13 +54,13 @@ class DataLocations:
 
     def add_sample(self, sample: int, worker: int, length: int) -> None:
         """Record that a source finished a sample of `length` tokens on its home worker."""
-        if not self._free:
-            self._grow()
         if not 0 <= sample - self._first < len(self._rows):
             self._widen(sample)
-        row = self._rows[sample - self._first] = self._free.pop()
-        self._home[row] = worker
-        self._length[row] = length
+        if not self._free:
+            self._grow()
+        if (row := self._rows[sample - self._first]) == NO_ROW:
+            row = self._rows[sample - self._first] = self._free.pop()
+        self._home[row], self._length[row] = worker, length
 
     def add_outputs(self, fields: Iterable[str], samples: Iterable[int], worker: int) -> None:
         """Record that a batch node made these fields of these samples on a worker."""
@@ -148,7 +148,8 @@ class DataLocations:
         """Return those of some samples that are here, ascending."""
         ids = np.unique(np.fromiter(samples, np.int64))
         ids = ids[(ids >= self._first) & (ids < self._first + len(self._rows))]
-        return ids[self._rows[ids - self._first] != NO_ROW]
+        known: Integers = ids[self._rows[ids - self._first] != NO_ROW]
+        return known
 
     def _all_samples(self) -> Integers:
         return np.flatnonzero(self._rows != NO_ROW) + self._first
@@ -194,7 +195,8 @@ class DataLocations:
         rows = self._rows_of(samples)
         workers = np.concatenate((self._home[rows, None], *(held.workers[rows] for held in places)), axis=1)
         number, column = np.nonzero(workers != NO_WORKER)
-        held = np.unique(workers[number, column].astype(np.int64) * len(samples) + number)
+        held = np.sort(workers[number, column].astype(np.int64) * len(samples) + number)
+        held = held[np.diff(held, prepend=-1) != 0]
         found, starts = np.unique(held // max(1, len(samples)), return_index=True)
         parts = np.split(samples[held % max(1, len(samples))], starts[1:])
         return {worker: part.tolist() for worker, part in zip(found.tolist(), parts, strict=False)}

@@ -20,7 +20,7 @@ NO_WORKER = -1
 NUM_CHOICES = 128
 """How often the workers that send least are chosen anew, for all samples of a node."""
 
-Integers = NDArray[np.integer]
+Integers = NDArray[np.signedinteger]
 
 
 @dataclass(frozen=True, eq=False)

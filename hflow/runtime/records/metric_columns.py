@@ -59,19 +59,19 @@ class ColumnsWriter:
     """Adds the rows of a `metrics.jsonl` to its columns.
 
     Args:
-        path: `metrics.jsonl`, which ends with a whole row. Rows that are not in blocks yet are read.
+        path: `metrics.jsonl`, which exists and ends with a whole row. Rows that are in no block yet are read.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._begin()
-        if path.is_file():
-            with path.open("rb") as file:
-                size = sum(size for _, size in _blocks(path, file))
-                if size or _file(path).is_file():
-                    os.truncate(_file(path), size)
-                for line in file:
-                    self.add(metrics_row(path, line), line)
+        self._rows: list[Row] = []
+        self._num_bytes, self._checksum = 0, 0
+        with path.open("rb") as file:
+            sizes = [size for _, size in _blocks(path, file)]
+            if _file(path).is_file():
+                os.truncate(_file(path), sum(sizes))
+            for number, line in enumerate(file, len(sizes) * BLOCK_ROWS + 1):
+                self.add(metrics_row(path, line, number), line)
 
     def add(self, row: Row, line: bytes) -> None:
         """Add a row, which is in the file as this line."""
@@ -83,11 +83,7 @@ class ColumnsWriter:
             about = {"bytes": self._num_bytes, "checksum": crc32(data, self._checksum), "names": names}
             with _file(self._path).open("ab") as file:
                 file.write(json.dumps(about).encode() + b"\n" + data)
-            self._begin()
-
-    def _begin(self) -> None:
-        self._rows: list[Row] = []
-        self._num_bytes = self._checksum = 0
+            self._rows, self._num_bytes, self._checksum = [], 0, 0
 
 
 def read_curves(path: Path) -> dict[str, Curve]:

@@ -48,8 +48,8 @@ class MetricsLog:
             self._events = EventsWriter(str(tensorboard / "events"))
         with _explained(path):
             _drop_partial_row(path)
-            self._columns = ColumnsWriter(path)
             self._file = path.open("ab")
+            self._columns = ColumnsWriter(path)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Log the metrics of a step.

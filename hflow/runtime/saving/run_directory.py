@@ -249,7 +249,7 @@ def read_metrics(path: Path) -> list[dict[str, float | None]]:
     return [metrics_row(path, line, number) for number, line in enumerate(lines, start=1)]
 
 
-def metrics_row(path: Path, line: bytes, number: int = 0) -> dict[str, float | None]:
+def metrics_row(path: Path, line: bytes, number: int) -> dict[str, float | None]:
     """Return the row of metrics in a line.
 
     Raises:
