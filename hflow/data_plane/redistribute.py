@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,8 +53,7 @@ Shards = tuple[tuple[tuple[int, ...], ...], ...]
 """dp index -> minibatches -> sample ids, ascending. A node that does not train has one minibatch."""
 
 
-@dataclass(frozen=True)
-class Move:
+class Move(NamedTuple):
     """Fields of samples that one worker pulls from another worker's store."""
 
     src: int
