@@ -143,10 +143,10 @@ def _join(
 
     Args:
         samples: the sample of each read.
-        dsts: its dp-head.
-        read: the reads that lack a group of fields, for each group.
-        src: the worker that sends it.
-        number: the group's number.
+        dsts: the dp-head of each read.
+        read: number of the read, for each group of fields that its dp-head lacks.
+        src: the worker that sends these fields.
+        number: number of the group of fields.
         names: the fields of each group.
     """
     if not len(read):

@@ -12,6 +12,8 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO, overload
 from zlib import crc32
@@ -100,7 +102,8 @@ def read_curves(path: Path) -> dict[str, Curve]:
         *lines, _ = file.read().split(b"\n")
     parts.append(_columns([metrics_row(path, line, number) for number, line in enumerate(lines, first)]))
     found: dict[str, list[tuple[NDArray[np.float64], NDArray[np.float64]]]] = defaultdict(list)
-    for names, values in parts:
+    for names, same in groupby(parts, itemgetter(0)):
+        values = np.concatenate([values for _, values in same], axis=1)
         steps = values[names.index("step")] if "step" in names else values
         for name, column in zip(names, values, strict=True):
             is_there = ~np.isnan(column)
