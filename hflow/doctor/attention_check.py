@@ -28,10 +28,6 @@ class AttentionError(NamedTuple):
 def attention_error(device: str, dtype: torch.dtype) -> AttentionError:
     """Compute attention of several sequences of different lengths with grouped queries.
 
-    Args:
-        device: `cpu` or `cuda`, the current one.
-        dtype: the dtype of queries, keys and values.
-
     Raises:
         RuntimeError: what torch raises where a kernel does not run.
     """

@@ -128,11 +128,7 @@ class MeasuredGroups:
 
 
 def measure_groups(kind: str, num: int) -> MeasuredGroups:
-    """Return the times of the groups that plans of some devices use.
-
-    Args:
-        kind: `cuda`, or `cpu`, where a device is a process.
-        num: devices of this machine to use, at least 2.
+    """Return the times of the groups that plans of 2 or more devices use; with `cpu`, a device is a process.
 
     Raises:
         RunError: if processes fail, or do not end.

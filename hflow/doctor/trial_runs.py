@@ -98,12 +98,7 @@ def _channel_trials() -> Iterator[TrialRun]:
 
 
 def try_runs(num_gpus: int, memory_gib: float | None) -> Iterator[Finding]:
-    """Yield the result of each run on the GPUs of this machine, or on two CPU processes.
-
-    Args:
-        num_gpus: GPUs to use; 0 for CPUs.
-        memory_gib: memory of one GPU.
-    """
+    """Yield the result of each run on GPUs with `memory_gib` each; 0 GPUs for two CPU processes."""
     for run in trial_runs():
         reason = _obstacle(run, num_gpus, memory_gib)
         if reason is not None:

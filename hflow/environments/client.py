@@ -37,12 +37,7 @@ _LAST_LINES = 3
 
 
 class Host:
-    """A server, started at the first connection and again if it has ended. It ends with this process.
-
-    Args:
-        name: the adapter's, for messages.
-        settings: what it loads, and in which interpreter.
-    """
+    """A server, started at the first connection and again if it has ended. It ends with this process."""
 
     def __init__(self, name: str, settings: HostSettings) -> None:
         self._name = name
@@ -186,14 +181,7 @@ class Host:
 
 
 class RemoteEnvironment:
-    """An environment in another process, as one episode uses it.
-
-    Args:
-        host: the server that was connected.
-        connection: a connection to it.
-        timeout: seconds that one call may take; None: no limit.
-        replay: how its calls are treated when the episode is replayed.
-    """
+    """An environment in another process, as one episode uses it; a call may take `timeout` seconds."""
 
     def __init__(self, host: Host, connection: Any, timeout: float | None, replay: Replay) -> None:
         self.replay: Replay = replay

@@ -141,10 +141,7 @@ def ready_nodes() -> list[CatalogNode]:
 
 
 def ready_node(name: str) -> CatalogNode | CatalogSetting:
-    """Return a ready node, an optimizer, or adapters.
-
-    Args:
-        name: with or without its module, such as `actor_train` or `nodes.actor_train`; `muon`, `lora`.
+    """Return a ready node, by its name with or without its module, an optimizer such as `muon`, or `lora`.
 
     Raises:
         RecipeError: if there is none.
@@ -170,11 +167,7 @@ def _last(name: str) -> str:
 
 
 def recipe_nodes(recipe: str | Path, name: str | None = None) -> list[CatalogNode]:
-    """Return the nodes of a recipe in its order, with the values of its configuration.
-
-    Args:
-        recipe: path of the recipe's Python file.
-        name: return only the node with this name; None: all.
+    """Return the nodes of a recipe in its order, or the one named, with the values of its configuration.
 
     Raises:
         RecipeError: for an error in the recipe, or if it has no such node.

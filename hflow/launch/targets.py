@@ -39,10 +39,7 @@ class ResolvedTarget:
         return int(number) if number.isdigit() else None
 
     def require_run(self, *, or_checkpoint: bool = False) -> RunDirectory:
-        """Return the run that is named.
-
-        Args:
-            or_checkpoint: return also the run of a checkpoint that is named.
+        """Return the run that is named, or that of a checkpoint that is, if `or_checkpoint`.
 
         Raises:
             ConfigError: if something else is named.

@@ -129,11 +129,7 @@ def measure_hardware(
 
 
 def layer_times(backend: str, kind: str) -> list[LayerTime]:
-    """Return the seconds of some layers on the device at hand, beside those that plans count with.
-
-    Args:
-        backend: name of a training backend.
-        kind: `cuda` or `cpu`.
+    """Return the seconds of some layers on the device at hand, by kind, beside those that plans count with.
 
     Raises:
         ConfigError: if no hardware file is for the device.
@@ -209,13 +205,7 @@ def _calibration(hardware: Hardware, report: Callable[[str], None], name: str) -
 
 
 def _with_kernels(hardware: Hardware, report: Callable[[str], None], missed: dict[str, float]) -> Calibration:
-    """Return a calibration with the kernels of one device and its engine.
-
-    Args:
-        hardware: the hardware, whose calibration has the other figures.
-        report: called with a line for each part.
-        missed: a mapping to which the errors of the figures are added.
-    """
+    """Return a calibration with the kernels of a device and its engine; adds their errors to `missed`."""
     device, found = hardware.device, hardware.calibration
     kind, bandwidth = device.type, device.memory_gb_per_s * 1e9
     report("matrix products")
@@ -288,14 +278,7 @@ def _with_training(
     report: Callable[[str], None],
     missed: dict[str, float],
 ) -> Calibration:
-    """Return a calibration with the times of backends, and on a CPU of collectives.
-
-    Args:
-        hardware: the hardware, whose calibration has the other figures.
-        sharded: seconds of `measure.sharded_steps`, on a CPU.
-        report: called with a line for each part.
-        missed: a mapping to which the errors of the figures are added.
-    """
+    """Return a calibration with the times of backends, and on a CPU of collectives; adds to `missed`."""
     found, kind = hardware.calibration, hardware.device.type
     dtype, is_ahead = _dtype(kind), kind != "cpu"
     host, intra = dict(found.host), found.intra

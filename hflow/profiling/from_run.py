@@ -75,11 +75,7 @@ Predict = Callable[[Calibration], Mapping[str, float]]
 
 
 def learn_from_run(run: str, device: str) -> LearnedFromRun:
-    """Correct the figures that a run was planned with by what it measured.
-
-    Args:
-        run: a run's directory, or NAME for the latest run in `runs/NAME`.
-        device: name of the cluster's devices.
+    """Correct the figures that a run on devices of a name was planned with by what it measured.
 
     Raises:
         ConfigError: if there is no such run, or it has no trace, too few steps, or one process for several
@@ -154,14 +150,7 @@ def planned_run(directory: RunDirectory) -> tuple[Plan, RunTimes, Predict]:
 def fit_run(
     base: Calibration, plan: Plan, times: RunTimes, predict: Predict
 ) -> tuple[Calibration, dict[str, float]]:
-    """Return the figures that explain a run, and how far they miss the executions that were held out.
-
-    Args:
-        base: the figures to correct.
-        plan: the run's plan.
-        times: what it measured.
-        predict: predictions by the cost model.
-    """
+    """Return the figures that explain a run, and how far they miss the executions that were held out."""
     medians = seen_medians(times)
     base = replace(base, node_us=0.0)
     measured = {name: medians[name] for name, seconds in predict(base).items() if seconds and name in medians}

@@ -72,13 +72,9 @@ def use_one_core(device: str) -> None:
 
 @contextmanager
 def neighbours(device: str, num: int) -> Iterator[Event]:
-    """Keep other devices of the machine busy, as in a run: those of a CPU share caches and memory.
+    """Keep other devices of the machine busy, as in a run: those of a CPU share its caches and memory.
 
     They decode until the event is set, and train from then on.
-
-    Args:
-        device: `cpu`, or `cuda`, whose devices have memory of their own.
-        num: the number of other devices.
 
     Raises:
         RunError: if a process that is to keep one busy ends.
@@ -263,10 +259,7 @@ def ring_collectives(
 ) -> tuple[partial[Any], ...]:
     """Return the collectives that training uses: all-reduce, all-gather and reduce-scatter.
 
-    Args:
-        whole: reduced, or gathered into, with this rank's part in its place.
-        part: a part of the sum. `whole` has one for each rank.
-        group: the ranks; None: all.
+    `whole` has one `part` for each rank.
     """
     return (
         partial(dist.all_reduce, whole, group=group),

@@ -75,12 +75,7 @@ class RecipeDraft:
         return self.advantage in ("gae", "returns_to_go")
 
     def recipe_text(self, name: str, origin: str) -> str:
-        """Return the Python file.
-
-        Args:
-            name: the recipe's name.
-            origin: what it was translated from, for its docstring.
-        """
+        """Return the Python file of a recipe with this name; the docstring says its origin."""
         bodies = [
             text
             for body, text in _BODIES.items()

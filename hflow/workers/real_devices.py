@@ -98,12 +98,7 @@ def capability_of(device: Any) -> tuple[int, int]:
 
 
 def build_problem(name: str, capability: tuple[int, int]) -> str:
-    """Return the reason why this build of torch has no kernels for a GPU, in one line; empty if it has.
-
-    Args:
-        name: the name of the GPU.
-        capability: the GPU's compute capability.
-    """
+    """Return the reason why this build of torch has no kernels for a GPU of this name; empty if it has."""
     import torch
 
     built = torch.cuda.get_arch_list()
@@ -116,12 +111,10 @@ def build_problem(name: str, capability: tuple[int, int]) -> str:
 
 
 def can_execute(built: Iterable[str], capability: tuple[int, int]) -> bool:
-    """Return whether a GPU can execute code of CUDA.
+    """Return whether a GPU can execute code of CUDA that is compiled for some architectures.
 
-    Args:
-        built: architectures that the code is compiled for. `sm_86` runs on 8.6 and later versions of 8, and
-            `sm_90a` on 9.0 alone; `compute_90` is compiled on the machine, for 9.0 and anything later.
-        capability: compute capability of the GPU.
+    `sm_86` runs on 8.6 and later versions of 8, and `sm_90a` on 9.0 alone; `compute_90` is compiled on the
+    machine, for 9.0 and anything later.
     """
     for architecture in built:
         kind, _, text = architecture.partition("_")
@@ -188,12 +181,7 @@ def cuda_problem() -> str:
 
 
 def check_devices(plan: Plan, found: Sequence[ProcessDevices], versions: Sequence[tuple[str, str]]) -> None:
-    """Check that the processes of a run are what its plan assumes.
-
-    Args:
-        plan: the run's plan.
-        found: what each worker's process finds.
-        versions: versions of the controller's packages.
+    """Check that a run's processes are what its plan assumes, with the controller's versions of packages.
 
     Raises:
         RunError: naming the worker, its machine, and what to change.

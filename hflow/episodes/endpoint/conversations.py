@@ -64,11 +64,8 @@ class ConversationEngine(Protocol):
 class EpisodeEndpoint:
     """The `hflow.types.Endpoint` of an episode, and the responder of its key.
 
-    Args:
-        model: name of the model.
-        new_engine: makes the engine of a conversation; called with the number of the conversation.
-        sampling: the sampling options of the generate node, which requests cannot change.
-        numbers: the numbers of new conversations.
+    `new_engine` makes the engine of the conversation with a number of `numbers`. Requests cannot change the
+    sampling options of the node.
     """
 
     def __init__(

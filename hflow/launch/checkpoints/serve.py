@@ -152,12 +152,7 @@ def serve(
 class CheckpointResponder:
     """Completes requests with a model that is not being trained. Each request is on its own.
 
-    Args:
-        model: name of the model.
-        driver: drives its engine.
-        tokenizer: the model's.
-        longest: tokens of the longest sequence.
-        on_failure: called when the engine has failed.
+    `longest` is the most tokens of a sequence, and `on_failure` is called when the engine has failed.
     """
 
     def __init__(

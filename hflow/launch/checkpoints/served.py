@@ -69,12 +69,7 @@ class ServedCheckpoint:
 
 
 def find_checkpoint(target: str, overrides: Sequence[str], model: str | None) -> ServedCheckpoint:
-    """Return the checkpoint that a user names.
-
-    Args:
-        target: a checkpoint directory, a run's directory, or NAME for the latest run in `runs/NAME`.
-        overrides: keys of `models.NAME` to change, as `key=value`.
-        model: the model of a run; None: the only one that generates.
+    """Return the checkpoint that a user names, with overrides of `models.NAME`; arguments as for `serve`.
 
     Raises:
         ConfigError: if there is no checkpoint, there are several, or an override is wrong.

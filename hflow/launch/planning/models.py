@@ -103,13 +103,7 @@ def image_model(
 
 
 def model_dtype(config: RunConfig, spec: Model, device: str) -> Literal["fp32", "bf16"]:
-    """Return the precision of a model: as configured, else that of its `init_from`, else the device's.
-
-    Args:
-        config: the run's configuration.
-        spec: the model.
-        device: `cpu` or `cuda`.
-    """
+    """Return the precision of a model: as configured, else that of its `init_from`, else the device's."""
     dtype = config.models.get(spec.name, ModelConfig()).dtype
     if dtype is not None:
         return dtype

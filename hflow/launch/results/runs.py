@@ -78,11 +78,7 @@ class RunRecord:
 
 
 def read_run(run: str, *, may_lack_metrics: bool = False) -> RunRecord:
-    """Return the record of a run.
-
-    Args:
-        run: a run's directory, or NAME for the latest run in `runs/NAME`.
-        may_lack_metrics: accept a run that has not completed its first step.
+    """Return the record of a run; with `may_lack_metrics`, also of one that has not completed its first step.
 
     Raises:
         ConfigError: if there is no such run, it has no metrics yet, or a file is damaged.
@@ -160,13 +156,9 @@ class MeasuredTrace:
     """In order of their start; empty if there is no trace."""
 
     def until_now(self, activity: Activity | None, now: float) -> tuple[MeasuredSpan, ...]:
-        """Return the spans, and those of what workers still do, which end now.
+        """Return the spans, and those of what workers still do, which end `now`, in seconds since the epoch.
 
         If work has ended since the trace was written, they end with the trace.
-
-        Args:
-            activity: what workers do.
-            now: seconds since the epoch.
         """
         if self.start is None or self.end is None or activity is None:
             return self.spans

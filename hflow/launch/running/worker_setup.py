@@ -44,11 +44,7 @@ if TYPE_CHECKING:
 
 
 def make_setup(compiled: Compiled, factories: Mapping[str, Callable[..., Any]] | None = None) -> WorkerSetup:
-    """Return the setup that every worker receives.
-
-    Args:
-        compiled: the recipe.
-        factories: name of a backend or engine -> the function that builds it; None: those of the registry.
+    """Return the setup that every worker receives, with these factories, or those of the registry.
 
     Raises:
         ConfigError: if a model or dataset is not configured.
@@ -79,12 +75,7 @@ def make_setup(compiled: Compiled, factories: Mapping[str, Callable[..., Any]] |
 
 
 def make_processes(plan: Plan, variables: Mapping[str, str] | None = None) -> RayActors:
-    """Return the processes of a run's workers on Ray. They are not started.
-
-    Args:
-        plan: the run's plan.
-        variables: environment variables of all workers.
-    """
+    """Return the processes of a run's workers on Ray. They are not started."""
     from hflow.workers.ray.ray_actors import RayActors
 
     workers, same = range(plan.cluster.num_devices), variables or {}
@@ -367,12 +358,7 @@ def _followers(compiled: Compiled, spec: Model) -> list[str]:
 
 
 def _is_resumed(spec: Model, config: ModelConfig, followers: Sequence[str]) -> bool:
-    """Return whether a model starts with the optimizer state in its checkpoint.
-
-    Args:
-        spec: the model.
-        config: the model's configuration.
-        followers: models that start from its weights.
+    """Return whether a model starts with the optimizer state of its checkpoint; `followers` start from it.
 
     Only weights and optimizer state are restored, not the position in the data, samples or the ledger.
 

@@ -132,12 +132,7 @@ IN_SCRIPT = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
 
 
 def render_page(plan: Plan, sizes: TableView | None = None) -> str:
-    """Return the HTML page of a plan, for `hflow plan --html FILE`.
-
-    Args:
-        plan: what the page shows.
-        sizes: the clusters among which `hflow size` chose the plan's.
-    """
+    """Return the HTML page of a plan, with the clusters among which `hflow size` chose the plan's."""
     view = page_view(plan)
     return (
         page_environment(__name__)

@@ -207,12 +207,7 @@ class DevicesView:
 
 
 def devices_view(plan: Plan, consumers: Iterable[str]) -> DevicesView:
-    """Return the grid of a plan's cluster.
-
-    Args:
-        plan: cluster, groups, replicas, forecast.
-        consumers: batch nodes whose inputs may be shown as routes.
-    """
+    """Return the grid of a plan's cluster. The inputs of consumers, batch nodes, may be shown as routes."""
     cluster, sets = plan.cluster, Sets()
     colours, shades, peaks = group_colours(plan), model_shades(plan), plan.forecast.peaks()
     squares = _squares(plan, peaks)

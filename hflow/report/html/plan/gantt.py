@@ -97,11 +97,8 @@ def period_gantt(
 ) -> Gantt | None:
     """Return the chart of a period; None if it takes no time.
 
-    Args:
-        period: the steady state.
-        sizes: device group -> number of its devices.
-        groups: replica -> its device groups.
-        limits: what would use idle devices.
+    `sizes` is device group -> number of its devices, and `groups` replica -> its device groups. `limits` say
+    what would use idle devices.
     """
     if period.seconds <= 0:
         return None

@@ -101,12 +101,7 @@ class GraphView:
 
 
 def graph_view(plan: Plan, seconds: Mapping[str, str]) -> GraphView:
-    """Draw a plan's graph.
-
-    Args:
-        plan: graph, orders and placements.
-        seconds: node -> its time as text; nodes may be missing.
-    """
+    """Draw a plan's graph; `seconds` is node -> its time as text, where it is known."""
     drawn = arrows(plan)
     depth = stages(plan.graph)
     layers = {node.name: depth[node.name] for node in plan.graph.nodes}

@@ -47,10 +47,7 @@ def measured_gantt(spans: Sequence[MeasuredSpan]) -> Gantt | None:
 def live_gantt(trace: MeasuredTrace, activity: Activity | None, now: float) -> Gantt | None:
     """Return the chart of the last steps until now, with what workers do now; None before the first span.
 
-    Args:
-        trace: what workers have done.
-        activity: what they do.
-        now: seconds since the epoch.
+    `now` is in seconds since the epoch.
     """
     spans = trace.until_now(activity, now)
     if not spans:
@@ -249,12 +246,7 @@ class RunPageView:
 
 
 def run_page_view(report: RunReport, now: float | None = None) -> RunPageView:
-    """Return the content of a run's page.
-
-    Args:
-        report: what the run has written.
-        now: seconds since the epoch, on a page that follows the run; None: on a report.
-    """
+    """Return the content of a run's page, which follows the run if `now`, in seconds since 1970, is set."""
     record = report.record
     nodes = record.plan["graph"]["nodes"]
     train_nodes = [node["spec"]["name"] for node in nodes if node["spec"]["verb"] == "train"]

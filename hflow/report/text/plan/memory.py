@@ -65,14 +65,7 @@ FREE, LIMIT = "·", "|"
 
 
 def memory_bar(phase: PhaseMemory, scale: int, capacity: int, width: int) -> Text:
-    """Return the bar of one phase.
-
-    Args:
-        phase: what is held.
-        scale: bytes of the whole width: the larger of capacity and peak.
-        capacity: marked by `|` if the bar is longer.
-        width: columns.
-    """
+    """Return the bar of one phase, `scale` bytes in `width` columns; `|` is the capacity in a longer one."""
     bar, filled, end = Text(), 0.0, 0
     for items, is_resident in ((phase.resident, True), (phase.transient, False)):
         for category, size in _by_category(items):
