@@ -12,7 +12,8 @@ from hflow.base.text import format_count, format_number, format_seconds, format_
 from hflow.planner.plan.forecast import CycleStep, Period, Slot
 from hflow.report.formatting import ends_of, format_missing
 from hflow.report.html.plan.gantt import NUM_COLOURS, Bar, ChartLane, Gantt, period_gantt, stack, ticks
-from hflow.report.html.run.curves import MAX_STALENESS, CurveGroup, CurveView, curve_groups
+from hflow.report.html.plan.headline import Tile
+from hflow.report.html.run.curves import MAX_STALENESS, CurveView, curve_groups
 from hflow.report.tables import TableView
 from hflow.runtime.records.activity import DEVICE, GENERATE, Activity, OngoingWork
 
@@ -159,15 +160,6 @@ MAX_KEYS = 400
 
 
 @dataclass(frozen=True)
-class FigureTile:
-    """One number at the top of the page."""
-
-    label: str
-    value: str
-    note: str
-
-
-@dataclass(frozen=True)
 class TextPart:
     """One turn of a sample."""
 
@@ -225,8 +217,9 @@ class RunPageView:
     now: NowView | None
     """None: the run does not go on, or the page does not follow it."""
     story: tuple[str, ...]
-    tiles: tuple[FigureTile, ...]
-    groups: tuple[CurveGroup, ...]
+    tiles: tuple[Tile, ...]
+    groups: tuple[tuple[str, tuple[CurveView, ...]], ...]
+    """(title, curves that belong together)."""
     others: tuple[CurveView, ...]
     measured: Gantt | None
     no_measured: str
@@ -384,26 +377,26 @@ def flat_text(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield f"{prefix}{key}", str(value)
 
 
-def _tiles(report: RunReport) -> Iterator[FigureTile]:
+def _tiles(report: RunReport) -> Iterator[Tile]:
     record, curves = report.record, report.record.curves
-    yield FigureTile("Steps", f"{record.steps:,}", f"of {record.config['steps']:,}")
+    yield Tile("Steps", f"{record.steps:,}", f"of {record.config['steps']:,}")
     for name in [name for name in record.results if not name.endswith("/loss")][:2]:
         first, last = ends_of(curves[name])
         lacks = _missing(report, name)
         note = f"from {format_number(first)}; means of a tenth of the run"
-        yield FigureTile(name, format_number(last), f"{note}; {lacks}" if lacks else note)
+        yield Tile(name, format_number(last), f"{note}; {lacks}" if lacks else note)
     if STEP_SECONDS in curves:
         values = [value for _, value in curves[STEP_SECONDS]]
         planned = planned_seconds(report)
         note = f"median; planned {format_seconds(planned)}" if planned else "median"
-        yield FigureTile("A step", format_seconds(statistics.median(values)), note)
+        yield Tile("A step", format_seconds(statistics.median(values)), note)
     if SAMPLES in curves:
         values = [value for _, value in curves[SAMPLES]]
-        yield FigureTile("Throughput", f"{format_count(statistics.median(values))} samples/s", "median")
+        yield Tile("Throughput", f"{format_count(statistics.median(values))} samples/s", "median")
     if STALENESS in curves:
         mean = statistics.fmean(value for _, value in curves[STALENESS])
         most = max(value for _, value in curves.get(MAX_STALENESS, curves[STALENESS]))
-        yield FigureTile("Staleness", f"{mean:.2g}", f"versions on average, {most:g} at most")
+        yield Tile("Staleness", f"{mean:.2g}", f"versions on average, {most:g} at most")
 
 
 def planned_seconds(report: RunReport) -> float | None:
