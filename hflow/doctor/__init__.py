@@ -153,7 +153,6 @@ def _check_optional(part: OptionalPart) -> Finding:
 
 
 def _versions(packages: Iterable[str]) -> str:
-    """Return the distributions that provide these packages."""
     names = [name for package in packages for name in packages_distributions().get(package, ())]
     return ", ".join(f"{name} {metadata.version(name)}" for name in dict.fromkeys(names)) or "installed"
 

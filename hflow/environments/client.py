@@ -164,7 +164,6 @@ class Host:
         return _shown(reply["error"])
 
     def _last_lines(self) -> str:
-        """Return the last lines that the server has printed, in one line."""
         size = self._log.seek(0, os.SEEK_END)
         self._log.seek(max(0, size - (1 << 16)))
         lines = [line.strip() for line in self._log.read().decode(errors="replace").splitlines()]

@@ -121,7 +121,6 @@ def ready_settings() -> list[CatalogSetting]:
 
 
 def _key_options(cls: type) -> tuple[NodeOption, ...]:
-    """Return the keys of a part of the configuration."""
     meanings, default = field_meanings(cls), cls()
     return tuple(
         NodeOption(field.name, str(field.type), getattr(default, field.name), meanings[field.name])
@@ -186,7 +185,6 @@ def recipe_nodes(recipe: str | Path, name: str | None = None) -> list[CatalogNod
 
 
 def _with_values(node: CatalogNode, spec: NodeSpec, definition: Definition[..., Any]) -> CatalogNode:
-    """Return a node of a recipe with the values that its configuration gives it."""
     values = {**dict(spec.options), **spec.knob_values, "every": spec.every, "group": spec.group}
     body, place = definition.body, definition_location(definition.body)
     package, _, module = body.__module__.partition(".")

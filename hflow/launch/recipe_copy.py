@@ -107,7 +107,6 @@ def recipe_files(recipe: Path) -> list[Path]:
 
 
 def _chat_form(name: str) -> Path:
-    """Return the chat form of a recipe."""
     recipes, base_name = shipped_recipes(), name.removesuffix(CHAT)
     find_recipe(name)
     if base_name + CHAT in recipes:

@@ -156,7 +156,6 @@ def resolve(target: str, *, fetches_models: bool = False) -> ResolvedTarget:
 
 
 def _run_of(checkpoint: Path) -> RunDirectory | None:
-    """Return the run that has a directory among its checkpoints."""
     run = RunDirectory(checkpoint.parent.parent)
     return run if checkpoint.parent == run.checkpoints and run.plan.is_file() else None
 

@@ -122,7 +122,6 @@ def _resolve(tree: DictConfig, key: str, text: str) -> Any:
 
 
 def _override(text: Any, file: Path) -> tuple[str, Any]:
-    """Return key and value of an override of Hydra."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 

@@ -297,7 +297,6 @@ def _with_training(
 
 
 def _dtype(kind: str) -> Literal["bf16", "fp32"]:
-    """Return the precision of the models that are measured."""
     return "bf16" if is_gpu(kind) else "fp32"
 
 
@@ -468,7 +467,6 @@ def _check_writable(file: Path) -> None:
 
 
 def _write(calibration: Calibration, file: Path) -> None:
-    """Write a calibration as YAML."""
     import yaml
 
     values: dict[str, Any] = asdict(calibration)

@@ -368,7 +368,6 @@ def _training_backend(
 
 
 def _steps(backend: ModelBackend, batch: Batch) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Return inference and training of a batch."""
     return (
         partial(backend.infer, INFER, [batch]),
         partial(backend.train, TRAIN, [TrainShard((batch,))], 0),

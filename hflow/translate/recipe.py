@@ -120,7 +120,6 @@ class RecipeDraft:
         ]
 
     def _nodes(self) -> list[str]:
-        """Return the entries of the recipe's list."""
         unbootstrapped = 'returns=("values", "end_values")'
         chosen = [
             ('use(nodes.chat_gen, actor, name="actor_gen")', True),

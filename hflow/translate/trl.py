@@ -370,7 +370,6 @@ def _loss_type(given: Given) -> str:
 
 
 def _batches(given: Given, draft: RecipeDraft, processes: int) -> None:
-    """Set batch, group, minibatches and epochs."""
     group = given.whole("num_generations") or 8
     per_pass = (given.whole("per_device_train_batch_size") or 8) * processes
     accumulated = given.whole("gradient_accumulation_steps") or 1

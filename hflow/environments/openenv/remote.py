@@ -147,7 +147,6 @@ class _Container:
         )
 
     async def close(self) -> None:
-        """Remove it."""
         if self._process is not None:
             if self._process.returncode is None:
                 self._process.kill()  # it may still download the image

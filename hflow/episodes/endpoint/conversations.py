@@ -283,7 +283,6 @@ class _Conversation:
 
     @property
     def reply_id(self) -> str:
-        """The id of the next reply."""
         return f"{self.number}_{len(self.turns)}"
 
     def branch_from(self, base: _Conversation, turn: _Turn) -> None:
@@ -344,7 +343,6 @@ def _cut(trajectory: Trajectory, turn: _Turn, num_turns: int) -> Trajectory:
 
 
 def _num_equal(a: Sequence[Message], b: Sequence[Message]) -> int:
-    """Return the number of leading messages that are equal."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 

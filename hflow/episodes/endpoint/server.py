@@ -241,7 +241,6 @@ class EndpointServer:
         return JSONResponse(_model_json(model))
 
     def _key(self, request: Request) -> str | None:
-        """Return the key under which the request is admitted."""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         known = self._announced | self._responders.keys()
         if scheme.lower() != "bearer":
@@ -349,7 +348,6 @@ def _dialect(request: Request) -> Dialect:
 
 
 async def _disconnected(request: Request) -> None:
-    """Wait until the client disconnects."""
     with suppress(RuntimeError):
         while (await request.receive())["type"] != "http.disconnect":
             pass

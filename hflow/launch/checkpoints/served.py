@@ -110,7 +110,6 @@ def _config(directory: Path, overrides: Sequence[str]) -> ModelConfig:
 
 
 def _look_up(values: Any, key: str) -> Any:
-    """Return the value of a dotted key, or None."""
     for name in key.split("."):
         values = values.get(name) if isinstance(values, Mapping) else None
     return values

@@ -74,7 +74,6 @@ def read_hardware(kind: HardwareKind, recipe: str | Path) -> dict[str, Mapping[s
 
 
 def _own_directory(kind: HardwareKind, recipe: str | Path) -> Path:
-    """Return the directory of a user's own figures."""
     return Path(recipe).parent / "hardware" / kind
 
 
@@ -146,7 +145,6 @@ def cluster_hardware(
 def _hardware(
     config: RunConfig, device: Device, links: dict[str, Link], recipe: str | Path, learn: Learn
 ) -> Hardware:
-    """Return the figures of one kind of devices."""
     key, rack = f"hardware.devices.{device.name}", None
     intra = _link(f"{key}.link", device.link, links)
     if config.network is not None:
@@ -507,7 +505,6 @@ def _shown(system: str | None) -> str:
 
 
 def _shapes(config: RunConfig, graph: Graph) -> dict[str, ModelShape]:
-    """Return the sizes of the models whose architecture is known."""
     shapes = {spec.name: model_shape(config, graph, spec) for spec in graph.models}
     return {name: shape for name, shape in shapes.items() if shape is not None}
 
@@ -530,6 +527,5 @@ def _images(config: RunConfig, graph: Graph) -> dict[str, PromptImages]:
 
 
 def _families(config: RunConfig, graph: Graph) -> dict[str, str]:
-    """Return the `model_type` of the models whose architecture is known."""
     families = {spec.name: model_family(config, graph, spec) for spec in graph.models}
     return {name: family for name, family in families.items() if family is not None}

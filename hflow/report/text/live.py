@@ -162,7 +162,6 @@ def _row(mean: str, maximum: str, cells: list[str]) -> str:
 
 
 def _episode_table(episodes: Mapping[str, int]) -> Iterator[tuple[str, Text]]:
-    """Yield a row of headings and a row of numbers."""
     widths = {state: max(9, len(label) + 2) for state, label in EPISODE_LABELS.items()}
     heads = "".join(f"{label:>{widths[state]}}" for state, label in EPISODE_LABELS.items())
     yield "episodes", Text(heads, style="dim")

@@ -82,5 +82,4 @@ def _headline(sample: Mapping[str, Any]) -> Text:
 
 
 def _indented(text: str) -> str:
-    """Return text as a code block of Markdown."""
     return "\n".join(f"    {line}" for line in text.splitlines() or [""])

@@ -129,7 +129,6 @@ class ProcessSandboxes:
         return kind, value
 
     def _connect(self, tool: Tool, limits: Sandbox) -> socket.socket:
-        """Return a connection to a new process of a tool."""
         server = self._servers.get((tool, limits))
         if server is None or server.has_ended:
             if server is not None:
@@ -163,7 +162,6 @@ class _ToolServer:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the server has ended."""
         return self._process.poll() is not None
 
     def connect(self) -> socket.socket:
@@ -178,7 +176,6 @@ class _ToolServer:
         return ours
 
     def close(self) -> None:
-        """End the server and what it runs."""
         self._control.close()
         self._process.kill()  # its guard ends the rest
         self._process.wait()

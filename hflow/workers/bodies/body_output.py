@@ -162,7 +162,6 @@ class _BodyStream:
         self._is_echoed = is_echoed
 
     def write(self, text: str) -> int:
-        """Write text, and return its length."""
         call = _call.get()
         if call is not None:
             call.write(text, self._sink)
@@ -171,7 +170,6 @@ class _BodyStream:
         return len(text)
 
     def writelines(self, lines: Sequence[str]) -> None:
-        """Write texts."""
         for line in lines:
             self.write(line)
 

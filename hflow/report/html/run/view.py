@@ -458,7 +458,6 @@ def sample_views(report: RunReport) -> Iterator[SampleView]:
 
 
 def _text_parts(row: Mapping[str, Any]) -> Iterator[TextPart]:
-    """Yield the turns of one of a sample's texts."""
     for turn in row["turns"]:
         tokens = tuple((str(text), logprob, version) for text, logprob, version in turn.get("tokens", ()))
         images = tuple(url for url in map(str, turn.get("images", ())) if url.startswith("data:image/"))
