@@ -114,7 +114,9 @@ class Host:
             python = find_interpreter(settings.python, settings.requirements)
         except ConfigError as error:
             raise ConfigError(f"the {self._name} environment cannot start: {error}") from None
-        own = os.environ if python == sys.executable else _without_own_variables()
+        own = dict(os.environ)
+        if python != sys.executable:
+            own = {name: value for name, value in own.items() if name not in _OWN_VARIABLES}
         self._control, theirs = socket.socketpair()
         self._log = tempfile.TemporaryFile(prefix="hflow-environment-")  # noqa: SIM115 - until `_end`
         with theirs:
@@ -298,10 +300,6 @@ def _format_end(code: int | None) -> str:
     with suppress(ValueError):
         return f"was killed by {signal.Signals(-code if code < 0 else code - 128).name}"
     return f"ended with exit code {code}"
-
-
-def _without_own_variables() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in _OWN_VARIABLES}
 
 
 def _shown(text: str) -> str:

@@ -183,7 +183,7 @@ def _fit(base: Calibration, measured: Mapping[str, float], predict: Predict) -> 
     names = [name for name, value in _figures(asdict(base)) if value > 0]
     total = sum(measured.values())
     weights = np.array([math.sqrt(seconds / total) / NOISE for seconds in measured.values()])
-    priors = np.array([1.0 if _field_of(name) in TIMES else RATE_PRIOR for name in names])
+    priors = np.array([1.0 if name.rpartition(".")[2] in TIMES else RATE_PRIOR for name in names])
 
     def calibration(changes: npt.NDArray[np.float64]) -> Calibration:
         return _changed(base, dict(zip(names, changes * priors, strict=True)))
@@ -233,11 +233,6 @@ def _figures(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield from _figures(value, f"{prefix}{key}.")
         elif key in FIGURES and isinstance(value, float):
             yield f"{prefix}{key}", value
-
-
-def _field_of(name: str) -> str:
-    """Return the field of a figure: `host.torch.layer_us` -> `layer_us`."""
-    return name.rpartition(".")[2]
 
 
 def _changed(base: Calibration, changes: Mapping[str, float]) -> Calibration:

@@ -89,10 +89,10 @@ class RecipeDraft:
         text = "\n\n\n".join([_SCORE, *bodies])
         names = ["Dataset", "Messages", "Model", "Recipe", "compute", "nodes", "use"]
         names += [name for name in ("PerSequence", "PerToken", "Sequences") if f": {name}" in text]
-        lines = [
+        lines = [  # names are sorted as ruff does: classes before functions
             f'"""Translated from {origin}: the body of `score` is left to write, see there."""',
             "",
-            f"from hflow import {', '.join(sorted(names, key=_import_order))}",
+            f"from hflow import {', '.join(sorted(names, key=lambda name: (name.islower(), name)))}",
             "",
             'train = Dataset("train", prompt=Messages)',
             *(['heldout = Dataset("heldout", prompt=Messages)'] if self.evaluates else []),
@@ -142,8 +142,3 @@ class RecipeDraft:
             ('use(score, name="accuracy", on="eval_gen", returns="accuracy")', self.evaluates),
         ]
         return [node for node, is_used in chosen if is_used]
-
-
-def _import_order(name: str) -> tuple[bool, str]:
-    """Return the key that sorts names as ruff does: classes before functions."""
-    return name.islower(), name

@@ -56,7 +56,7 @@ def data_settings(
     own, key = config.data.get(dataset.name, DataConfig()), f"data.{dataset.name}"
     sources = tuple(
         DataSettings(
-            **_without_sampler(source)
+            **{name: value for name, value in vars(source).items() if not name.startswith("sampler")}
             | {"path": _absolute(source.path), "shuffle": own.shuffle, "sources": ()},
             key=source_key,
             function=function(source.generator, source_key),
@@ -180,11 +180,6 @@ def _refuse_weights(sources: list[tuple[str, SourceConfig | WeightedSourceConfig
     for key, source in sources:
         if isinstance(source, WeightedSourceConfig) and source.weight != 1:
             raise ConfigError(f"{key}.weight has no effect, as evaluations read every row once; remove it")
-
-
-def _without_sampler(source: SourceConfig) -> dict[str, Any]:
-    """Return the settings that say where rows are, and not which one is next."""
-    return {name: value for name, value in vars(source).items() if not name.startswith("sampler")}
 
 
 def _text(config: SourceConfig, name: str) -> str:

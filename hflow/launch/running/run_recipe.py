@@ -367,14 +367,9 @@ def _removed_if_refused(directory: RunDirectory) -> Iterator[None]:
     try:
         yield
     except HflowError as error:
-        if _is_refused(directory, error):
+        if not directory.ledger.is_file() and not isinstance(error, RunError):  # it has not begun
             directory.remove()
         raise
-
-
-def _is_refused(directory: RunDirectory, error: HflowError) -> bool:
-    """Return whether an error refuses a new run before it begins, so that nothing of it can continue."""
-    return not directory.ledger.is_file() and not isinstance(error, RunError)
 
 
 def _checkpoint_notes(

@@ -248,8 +248,10 @@ def tokenizer_settings(compiled: Compiled) -> dict[str, TokenizerSettings]:
     own = {name: compiled.config.models.get(name, ModelConfig()) for name in sources}
     images = {name: own[name].images.over(source.images) for name, source in sources.items()}
     sees = {spec.name: spec.vision for spec in compiled.graph.models}
-    configs = {
-        name: source.architecture or {} if source.path is None else _saved_config(source.path)
+    configs: dict[str, Mapping[str, Any]] = {
+        name: source.architecture or {}
+        if source.path is None
+        else read_json_object(local_directory(source.path) / "config.json")
         for name, source in sources.items()
     }
     return {
@@ -266,10 +268,6 @@ def tokenizer_settings(compiled: Compiled) -> dict[str, TokenizerSettings]:
         )
         for name, source in sources.items()
     }
-
-
-def _saved_config(path: str) -> Mapping[str, Any]:
-    return read_json_object(local_directory(path) / "config.json")
 
 
 def _architecture_eos(name: str, source: ModelConfig) -> tuple[int, ...]:

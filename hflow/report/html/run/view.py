@@ -73,7 +73,8 @@ def _chart(spans: Sequence[MeasuredSpan], start: float, end: float, title: str, 
     for span in spans:
         if span.start < end and span.end > start:
             lanes.setdefault((span.worker, span.lane), []).append(span)
-    ordered = sorted(lanes, key=lambda key: (_worker_number(key[0]), _lane_order(key[1]), key[1]))
+    first = {lane: i for i, lane in enumerate(LANE_ORDER)}
+    ordered = sorted(lanes, key=lambda key: (_worker_number(key[0]), first.get(key[1], len(first)), key[1]))
     shown = ordered[:MAX_LANES]
     num_hidden = len(ordered) - len(shown)
     charts = tuple(_lane(worker, lane, lanes[worker, lane], start, end) for worker, lane in shown)
@@ -136,10 +137,6 @@ def _bar(span: MeasuredSpan, start: float, end: float) -> Bar:
 def _worker_number(worker: str) -> int:
     number = worker.rpartition(" ")[2]
     return int(number) if number.isdigit() else -1
-
-
-def _lane_order(lane: str) -> int:
-    return LANE_ORDER.index(lane) if lane in LANE_ORDER else len(LANE_ORDER)
 
 
 STEP_SECONDS, SAMPLES, STALENESS = "time/step_seconds", "time/samples_per_second", "staleness/mean"
