@@ -74,7 +74,7 @@ class RecordedEffects:
 
     @property
     def interruption(self) -> str:
-        """How an episode that was interrupted before went on, in one line; empty if it was not."""
+        """How an episode that was interrupted before continued, in one line; empty if it was not."""
         return self._recorder.interruption
 
     def finish(self) -> None:

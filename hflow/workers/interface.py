@@ -509,7 +509,7 @@ class SampleReady:
     trajectories: tuple[TrajectoryCounts, ...] = ()
     """The members of a sample whose episode returns a list."""
     interruption: str = ""
-    """How an interrupted episode went on (`episodes.journal.JournalRecorder.interruption`)."""
+    """How an interrupted episode continued (`episodes.journal.JournalRecorder.interruption`)."""
 
 
 @dataclass(frozen=True)

@@ -212,7 +212,7 @@ class RunPageView:
     state: str
     is_running: bool
     now: NowView | None
-    """None: the run does not go on, or the page does not follow it."""
+    """None: the run has ended, or the page does not follow it."""
     story: tuple[str, ...]
     tiles: tuple[Tile, ...]
     groups: tuple[tuple[str, tuple[CurveView, ...]], ...]
