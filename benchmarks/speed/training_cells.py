@@ -210,9 +210,7 @@ def line(kind: str, figures: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", default="", help="cells whose name has this text")
     parser.add_argument("--shape", choices=CELLS, default="real", help="the models' sizes")
     parser.add_argument("--out", type=Path, help="default: a dated file in benchmarks/results")
