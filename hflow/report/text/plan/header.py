@@ -28,7 +28,7 @@ MIN_SHARE = 0.01
 
 
 def header(plan: Plan) -> Panel:
-    """Return what was planned, for which cluster, and the verdicts."""
+    """Return a frame with one line for each question that a reader asks first."""
     return frame(f"{plan.recipe} on {plan.cluster.name}", _rows(plan))
 
 
