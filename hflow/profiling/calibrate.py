@@ -17,6 +17,7 @@ from hflow.base.errors import ConfigError
 from hflow.config import RunConfig
 from hflow.config.schema import GenConfig, ModelConfig
 from hflow.launch.planning.request import cluster_hardware, installed_versions, known_devices
+from hflow.launch.planning.this_machine import device_of_product
 from hflow.planner.forecast.cost.collectives import RankPlacement
 from hflow.planner.forecast.cost.flops import Work, work_of
 from hflow.planner.forecast.cost.generation import decode_step
@@ -158,11 +159,14 @@ def device_at_hand() -> str:
     """
     if not torch.cuda.is_available():
         return "cpu"
-    called = torch.cuda.get_device_name(0).lower().replace(" ", "-")
-    names = [name for name in known_devices(Path("recipe.py")) if name.split("-")[0] in called]
-    if not names:
-        raise ConfigError(f"no hardware file is for {called!r}; name one with --device, or write one")
-    return max(names, key=lambda name: (name in called, -len(name)))
+    product = torch.cuda.get_device_name(0)
+    name = device_of_product(product, known_devices(Path("recipe.py")))
+    if name is None:
+        raise ConfigError(
+            f"hflow has no figures of {product}; describe it in hardware/devices/NAME.yaml, or name a device "
+            "that it has with --device"
+        )
+    return name
 
 
 def machine_hardware(name: str) -> Hardware:
