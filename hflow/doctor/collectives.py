@@ -36,6 +36,8 @@ def check_collectives(num_gpus: int) -> Iterator[Finding]:
         yield from map(group_finding, measured.times)
         if measured.memory is not None:
             yield memory_finding(measured.memory)
+        if measured.network:
+            yield Finding("collective", "network", True, measured.network, required=False)
     except RunError as error:
         yield Finding("collective", "all", False, str(error), "NCCL_DEBUG=INFO shows what NCCL does")
 

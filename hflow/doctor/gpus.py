@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -33,11 +32,13 @@ from hflow.types.kernels import (
 )
 from hflow.workers.real_devices import (
     BF16_CAPABILITY,
+    SHARED_MEMORY_FIX,
     build_problem,
     capability_of,
     cuda_problem,
     expandable_segments,
     flash_problems,
+    shared_memory,
 )
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def check_gpus(gpus: Sequence[Gpu], wanted: int) -> Iterator[Finding]:
     yield from _check_kernels(wanted)
     yield from check_listed_gpus(gpus, wanted)
     yield from check_allocator(os.environ)
-    yield check_shared_memory(shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0)
+    yield check_shared_memory(shared_memory() or 0)
     yield check_host_memory(machine_memory(), gpus[:wanted])
 
 
@@ -224,7 +225,7 @@ def _layer_findings(device: str, version: str, recipe: Fp8Recipe | None) -> Iter
 def check_shared_memory(num_bytes: int) -> Finding:
     """Check the size of /dev/shm, which containers limit."""
     enough = num_bytes >= MIN_SHARED_GIB * GIB
-    fix = f"make it {MIN_SHARED_GIB} GiB or more: docker run --shm-size, or an emptyDir of medium Memory"
+    fix = f"make it {MIN_SHARED_GIB} GiB or more: {SHARED_MEMORY_FIX}"
     return Finding("host", "/dev/shm", enough, f"{format_gib(num_bytes)}", fix)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -125,6 +126,8 @@ class MeasuredGroups:
     """Smaller groups first."""
     memory: RuntimeMemory | None
     """None on CPUs."""
+    network: str = ""
+    """The network interfaces that NCCL has chosen, in its words; empty on CPUs."""
 
 
 def measure_groups(kind: str, num: int) -> MeasuredGroups:
@@ -149,7 +152,13 @@ def measure_groups(kind: str, num: int) -> MeasuredGroups:
     memory = None
     if found["runtime_bytes"] is not None:
         memory = RuntimeMemory(len(rows), found["runtime_bytes"], _planned_bytes(rows, num, hardware))
-    return MeasuredGroups(tuple(_times(row, NUM_BYTES[kind], hardware) for row in rows), memory)
+    times = tuple(_times(row, NUM_BYTES[kind], hardware) for row in rows)
+    return MeasuredGroups(times, memory, network_in(found["log"]))
+
+
+def network_in(log: str) -> str:
+    """Return what NCCL's log says of the network interfaces that it uses."""
+    return "; ".join(dict.fromkeys(re.findall(r"NCCL INFO ((?:Bootstrap|NET/\w+) ?: Using .*\S)", log)))
 
 
 def _planned_bytes(rows: Sequence[Mapping[str, Any]], num: int, hardware: Hardware | None) -> int | None:
@@ -211,6 +220,8 @@ def _measure_rank(rank: int, num: int, kind: str, address: str, names: Sequence[
     """Join all groups as one rank, try and time them; rank 0 writes the results."""
     if is_gpu(kind):
         os.environ["CUDA_VISIBLE_DEVICES"] = names[rank]  # a worker's process sees one GPU
+        if rank == 0 and "NCCL_DEBUG" not in os.environ:
+            os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"{file}.log"}
     else:
         torch.set_num_threads(1)
     replicas = [_replica(block) for size in group_sizes(num) for block in _blocks(num, size)]
@@ -227,7 +238,9 @@ def _measure_rank(rank: int, num: int, kind: str, address: str, names: Sequence[
     ]
     runtime_bytes = _largest_runtime(num) if is_gpu(kind) else None
     if rank == 0:
-        Path(file).write_text(json.dumps({"rows": rows, "runtime_bytes": runtime_bytes}))
+        log = Path(f"{file}.log")
+        text = log.read_text(errors="replace") if log.exists() else ""
+        Path(file).write_text(json.dumps({"rows": rows, "runtime_bytes": runtime_bytes, "log": text}))
     dist.barrier()
     leave_process_groups()
 

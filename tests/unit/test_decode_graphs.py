@@ -21,7 +21,7 @@ class CapturingEngine(EmbeddedEngine):
     """An engine on a CPU that decodes as on a GPU: what a graph holds is run again at each replay.
 
     A function that is captured sees what it saw then, so a value that is not in the graph's inputs is stale.
-    A replay fails if the rotary table is another tensor than when it was captured, which a graph would not see.
+    A replay fails if the rotary table is another tensor than when it was captured, which graphs do not see.
     """
 
     _has_pages = True

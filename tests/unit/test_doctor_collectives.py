@@ -89,6 +89,23 @@ def test_more_memory_than_planned_is_a_warning() -> None:
     assert memory_finding(RuntimeMemory(6, GIB, None)).ok
 
 
+def test_the_network_that_nccl_chose_is_in_its_words() -> None:
+    log = """gpu-1:71:71 [0] NCCL INFO Bootstrap: Using eth0:10.0.0.1<0>
+gpu-1:71:71 [0] NCCL INFO cudaDriverVersion 13000
+gpu-1:71:90 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB eth0:10.0.0.1<0>
+gpu-1:71:90 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB eth0:10.0.0.1<0>
+"""
+    found = rank_groups.network_in(log)
+    assert found == (
+        "Bootstrap: Using eth0:10.0.0.1<0>; "
+        "NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB eth0:10.0.0.1<0>"
+    )
+    assert rank_groups.network_in("gpu-1:71:71 [0] NCCL INFO Bootstrap : Using lo:127.0.0.1<0>") == (
+        "Bootstrap : Using lo:127.0.0.1<0>"
+    )
+    assert rank_groups.network_in("") == ""
+
+
 def test_one_gpu_has_no_collectives() -> None:
     (found,) = check_collectives(1)
     assert (found.ok, found.required) == (False, False)
