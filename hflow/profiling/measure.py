@@ -275,16 +275,18 @@ def ring_collectives(
     )
 
 
-def collective_seconds(work: Callable[[], object], device: str, num: int) -> float:
-    """Return the median seconds of some executions, which all ranks of the world begin together.
+def collective_seconds(
+    work: Callable[[], object], device: str, num: int, ranks: dist.ProcessGroup | None = None
+) -> float:
+    """Return the median seconds of some executions, which all of these ranks begin together; None: the world.
 
     The first one is not counted.
     """
-    return statistics.median([_seconds_together(work, device) for _ in range(num + 1)][1:])
+    return statistics.median([_seconds_together(work, device, ranks) for _ in range(num + 1)][1:])
 
 
-def _seconds_together(work: Callable[[], object], device: str) -> float:
-    dist.barrier()
+def _seconds_together(work: Callable[[], object], device: str, ranks: dist.ProcessGroup | None) -> float:
+    dist.barrier(ranks)
     start = time.perf_counter()
     work()
     if is_gpu(device):
