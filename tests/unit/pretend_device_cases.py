@@ -18,6 +18,7 @@ from torch.distributed import PrefixStore
 
 from hflow.base.errors import BackendError, RunError, WorkerFailureError
 from hflow.config.schema import LoraConfig
+from hflow.data.batches.device_copy import to_device
 from hflow.doctor.attention_check import attention_error
 from hflow.doctor.gpus import MAX_ATTENTION_ERROR
 from hflow.engines.embedded.engine import EmbeddedEngine
@@ -365,6 +366,17 @@ def test_packages_are_called_with_their_parameters(device, kernel, monkeypatch):
 
 
 # ----------------------------------------------------------------------------------------- copies
+def test_columns_of_a_table_are_copied_without_waiting(device):
+    columns = torch.arange(12).view(3, 4)[:, :2]
+    with host_syncs() as syncs:
+        copied = to_device(columns, device)
+    assert [sync.kind for sync in syncs] == []
+    torch.testing.assert_close(copied.cpu(), columns)
+    with host_syncs() as syncs:
+        columns.pin_memory().to(device, non_blocking=True)
+    assert len(syncs) == 1
+
+
 def test_copies_for_a_checkpoint_are_pinned_and_waited_for_once(device):
     before = pretend_device.pinned_by_address()
     copies, values = HostCopies(), [torch.randn(n, device=device) for n in (3, 1000)]
