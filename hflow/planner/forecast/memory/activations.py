@@ -59,7 +59,8 @@ def kept_by_layer(rank: Rank, batch: MicroBatch, num_mlp: int = 4, num_routed: i
 def repeated_keys(rank: Rank, batch: MicroBatch) -> int:
     """Return the bytes of a layer's keys and values of shared prompts, for the other samples behind them."""
     slots = SLOTS_PER_TOKEN if batch.pads and not rank.has_varlen_kernel else 1
-    return round(slots * 2 * rank.width * rank.key_value_size / rank.tensor * batch.repeated)
+    size = rank.key_copies * rank.key_value_size / rank.tensor
+    return round(slots * 2 * rank.width * size * batch.repeated)
 
 
 def kept_by_adapters(rank: Rank, batch: MicroBatch) -> int:
@@ -124,7 +125,7 @@ def kept_per_token(rank: Rank, *, pads: bool, num_mlp: int = 4) -> tuple[int, fl
         num_mlp: number of these four that the MLP keeps.
     """
     shape, width = rank.shape, rank.width
-    heads, kv = rank.query_size, rank.key_value_size
+    heads, kv = rank.query_size, rank.key_copies * rank.key_value_size
     attention: float = width * (2 * heads + 2 * kv * rank.context) + FP32_BYTES * shape.num_heads
     if pads and not rank.has_varlen_kernel:
         attention = SLOTS_PER_TOKEN * attention + width * heads
@@ -294,11 +295,13 @@ def layer_without_gradient(rank: Rank, tokens: int, *, pads: bool, repeated: int
     heads, kv = rank.query_size // rank.tensor, rank.key_value_size // rank.tensor
     in_norm = (2 * width + 3 * FP32_BYTES) * shape.hidden
     rows = 3 * heads + 3 * kv if rank.has_varlen_kernel or not pads else 6 * heads + 4 * kv
+    if rank.key_copies > 1:
+        rows += 2 * rank.key_copies * kv * rank.context
     rows += 4 * kv * (rank.context - 1)  # keys and values of other ranks, gathered and by sequence
     in_attention = width * (3 * shape.hidden + rows + 2 * shape.head_dim)
     copies = 0 if shape.experts is None else shape.experts.per_token
     in_mlp = width * (3 * _most_mlp_rows(shape) // rank.tensor + (4 + copies) * shape.hidden)
-    keys = round((SLOTS_PER_TOKEN if pads else 1) * 2 * kv * width * repeated)
+    keys = round((SLOTS_PER_TOKEN if pads else 1) * 2 * rank.key_copies * kv * width * repeated)
     return max(max(in_norm, in_mlp) * tokens, in_attention * tokens + keys)
 
 
