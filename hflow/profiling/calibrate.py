@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import platform
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -151,8 +152,11 @@ def layer_times(backend: str, kind: str) -> list[LayerTime]:
     return times
 
 
-def device_at_hand() -> str:
+def device_at_hand(recipe: Path = Path("recipe.py")) -> str:
     """Return the name in the hardware files of what CUDA calls its first device; `cpu` without one.
+
+    Args:
+        recipe: a recipe's file; a user's hardware files are beside it.
 
     Raises:
         ConfigError: if no file is for this device.
@@ -160,13 +164,28 @@ def device_at_hand() -> str:
     if not torch.cuda.is_available():
         return "cpu"
     product = torch.cuda.get_device_name(0)
-    name = device_of_product(product, known_devices(Path("recipe.py")))
+    name = device_of_product(product, known_devices(recipe))
     if name is None:
         raise ConfigError(
             f"hflow has no figures of {product}; describe it in hardware/devices/NAME.yaml, or name a device "
             "that it has with --device"
         )
     return name
+
+
+def similar_device(recipe: Path) -> Device | None:
+    """Return figures with which runs on CUDA's first device can be planned; None if there are none.
+
+    Those of another device with its compute capability, which decides the kernels, where it has no own ones.
+
+    Args:
+        recipe: a recipe's file; a user's hardware files are beside it.
+    """
+    known = known_devices(recipe)
+    with suppress(ConfigError):
+        return known[device_at_hand(recipe)]
+    capability = torch.cuda.get_device_capability(0)
+    return next((device for device in known.values() if device.capability == capability), None)
 
 
 def machine_hardware(name: str) -> Hardware:

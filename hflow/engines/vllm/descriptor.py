@@ -97,6 +97,7 @@ _TRIAL_RUNS = (
         ),
         package="vllm",
         on_cpu=False,
+        precision="fp8",
     ),
     TrialRun(
         "KV cache in FP8",
@@ -110,6 +111,7 @@ _TRIAL_RUNS = (
         ),
         package="vllm",
         on_cpu=False,
+        precision="fp8",
     ),
     TrialRun(
         "full memory",

@@ -129,6 +129,8 @@ class TrialRun:
     """Whether it can run on CPUs too."""
     min_memory_gib: float = 0.0
     """GPU memory that it needs."""
+    precision: str | None = None
+    """What a GPU must compute in, beside fp32 and bf16."""
     fills_memory: bool = False
     """Whether the engine's KV cache takes the GPU's memory, which must be free while it sleeps."""
     replays_experts: bool = False
