@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from importlib.util import find_spec
+from itertools import product
 from operator import le
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -169,19 +170,19 @@ def check_attention(device: str) -> Iterator[Finding]:
     """Compare what the attention kernels of a device compute, forward and backward, with float64."""
     import torch
 
-    from hflow.doctor.attention_check import attention_error
+    from hflow.doctor.attention_check import CASES, attention_error
 
-    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    for dtype, case in product(dtypes, CASES):
+        name = f"attention {dtype}{case}"
         try:
-            error = attention_error(device, dtype)
+            error = attention_error(device, dtypes[dtype], CASES[case])
         except (BackendError, RuntimeError) as problem:
-            yield Finding("kernel", f"attention {name}", False, str(problem).splitlines()[0], _ATTENTION_FIX)
+            yield Finding("kernel", name, False, str(problem).splitlines()[0], _ATTENTION_FIX)
             continue
-        is_right = max(error.output, error.gradient) <= MAX_ATTENTION_ERROR[name]
+        is_right = max(error.output, error.gradient) <= MAX_ATTENTION_ERROR[dtype]
         detail = f"{error.kernel}: output and gradient differ from float64 by {error.output:.1g} and "
-        yield Finding(
-            "kernel", f"attention {name}", is_right, f"{detail}{error.gradient:.1g}", _ATTENTION_FIX
-        )
+        yield Finding("kernel", name, is_right, f"{detail}{error.gradient:.1g}", _ATTENTION_FIX)
 
 
 def check_layers(device: str) -> Iterator[Finding]:

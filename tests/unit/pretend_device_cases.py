@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore
 from hflow.base.errors import BackendError, RunError, WorkerFailureError
 from hflow.config.schema import LoraConfig
 from hflow.data.batches.device_copy import to_device
-from hflow.doctor.attention_check import attention_error
+from hflow.doctor.attention_check import CASES, attention_error
 from hflow.doctor.gpus import MAX_ATTENTION_ERROR
 from hflow.engines.embedded.engine import EmbeddedEngine
 from hflow.engines.embedded.module import changing_tensors
@@ -355,12 +355,13 @@ def test_packed_attention_in_bf16_is_the_flash_kernel(device):
     assert kernel is AttentionKernel.VARLEN
 
 
+@pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.reach.window is None])
 @pytest.mark.parametrize("kernel", FLASH_MODULES)
-def test_packages_are_called_with_their_parameters(device, kernel, monkeypatch):
+def test_packages_are_called_with_their_parameters(device, kernel, case, monkeypatch):
     """Forward and backward, as `hflow doctor` compares them with float64."""
     monkeypatch.setattr(attention_kernels, "_flash_kernel", pretend_attention.stand_in)
     monkeypatch.setattr(packed_attention, "kernel_of", lambda *_: kernel)
-    error = attention_error(device, torch.bfloat16)
+    error = attention_error(device, torch.bfloat16, CASES[case])
     assert error.kernel is kernel
     assert max(error.output, error.gradient) <= MAX_ATTENTION_ERROR["bf16"]
 

@@ -13,6 +13,7 @@ import torch
 
 from hflow.base.machine_gpus import parse_gpus
 from hflow.base.shipped import find_recipe
+from hflow.doctor.attention_check import CASES
 from hflow.doctor.gpus import (
     check_attention,
     check_gpus,
@@ -22,6 +23,7 @@ from hflow.doctor.gpus import (
 from hflow.doctor.trial_runs import REAL_SIZES, command, trial_device, trial_runs, try_runs
 from hflow.launch.planning.compile import compile_recipe
 from hflow.launch.planning.request import known_devices
+from hflow.models.attention_kernels import padded_attention
 from hflow.models.packed_attention import attend
 from hflow.planner.plan.hardware import GIB
 
@@ -133,7 +135,9 @@ def test_figures_for_a_gpu_that_has_none(monkeypatch, product, capability, devic
 
 def test_attention_of_this_machine_is_right():
     found = list(check_attention("cpu"))
-    assert [finding.name for finding in found] == ["attention fp32", "attention bf16"]
+    assert [finding.name for finding in found] == [
+        f"attention {dtype}{case}" for dtype in ("fp32", "bf16") for case in CASES
+    ]
     assert all(finding.ok for finding in found), found
 
 
@@ -157,12 +161,21 @@ def test_a_kernel_with_a_wrong_gradient_is_found(monkeypatch):
         )
 
 
+def test_a_mask_from_the_wrong_end_of_the_keys_is_found(monkeypatch):
+    def from_the_first(q, k, v, scaling, reach, mask=None):
+        later = torch.ones(q.shape[2], k.shape[2]).triu(1).bool()
+        return padded_attention(q, k, v, scaling, torch.zeros(later.shape).masked_fill(later, -torch.inf))
+
+    monkeypatch.setattr("hflow.models.packed_attention.reaching_attention", from_the_first)
+    assert [finding.ok for finding in check_attention("cpu")][:3] == [True, False, False]
+
+
 def test_a_kernel_that_does_not_run_is_one_line(monkeypatch):
     def fail(*_):
         raise RuntimeError("CUDA error: no kernel image\nmore lines")
 
     monkeypatch.setattr("hflow.doctor.attention_check.attend", fail)
-    assert [finding.detail for finding in check_attention("cpu")] == ["CUDA error: no kernel image"] * 2
+    assert [finding.detail for finding in check_attention("cpu")] == ["CUDA error: no kernel image"] * 6
 
 
 def write_run(out, *spans, **metrics):
