@@ -70,6 +70,7 @@ FORKED_PROGRAMS = [
     "test_dsl_load.py",
     "test_forked_python.py",
     "test_judges.py",
+    "test_benchmark_imports.py",
 ]
 """Their programs are forked from one server, which imports torch and hflow once (`forked_python`)."""
 
