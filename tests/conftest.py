@@ -55,6 +55,10 @@ FORKED_RANKS = [
     "test_megatron_weights.py",
     "test_megatron_vocab.py",
     "test_megatron_experts.py",
+    "test_megatron_adapters.py",
+    "test_megatron_training.py",
+    "test_te_layers.py",
+    "test_optimizers.py",
     "test_compiled_layers.py",
 ]
 """Their ranks are forked from one server, which imports torch and megatron once (`ranks.start`)."""
