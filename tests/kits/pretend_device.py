@@ -268,7 +268,11 @@ class _Event:
         (stream or _current_stream()).wait_event(self)
 
     def query(self) -> bool:
-        return self._stream.num_done >= self._num_before
+        """Return whether it has happened. It happens before the host asks again."""
+        if self._stream.num_done >= self._num_before:
+            return True
+        self.happen()
+        return False
 
     def happen(self) -> None:
         """Do the work before it."""

@@ -200,8 +200,41 @@ def test_buckets_are_broadcast_beside_training(device, monkeypatch):
             patch.setattr(pretend_device._Event, "wait", lambda event, stream=None: None)
             assert broadcast(device, patch) != right
         with monkeypatch.context() as patch:
-            patch.setattr(pretend_device._Stream, "synchronize", lambda stream: None)
+            patch.setattr(pretend_device._Event, "query", lambda event: True)
             assert broadcast(device, patch) != right
+
+
+def test_a_broadcast_to_a_worker_that_has_ended_is_aborted(device, monkeypatch):
+    """Where NCCL would wait for it, until torch ends the process that trains."""
+    aborted, waits = threading.Event(), threading.Event()
+
+    class Lost(pretend_device.PretendGroup):
+        def abort(self):
+            aborted.set()
+
+    def join(store, name, rank, size, where, timeout):
+        return Lost(PrefixStore(name, store), 0, 1, timeout)
+
+    def query(event):
+        waits.set()
+        return False
+
+    monkeypatch.setattr(collective._Stream, "_all_wait", lambda *_: True)
+    monkeypatch.setattr(collective, "_join", join)
+    sender = make_channel(ChannelSettings("collective", "a-0", "", host="127.0.0.1", timeout=1.0))
+    (bucket,) = pack_buckets([(WeightSlice("w", (8,), ((0, 8),), 0), torch.arange(8.0, device=device))])
+    with pretend_device.deferred(), monkeypatch.context() as patch:
+        patch.setattr(pretend_device._Event, "query", query)
+        sender.send((1,), bucket)
+        assert waits.wait(30)
+        assert not aborted.is_set()
+        threads = [thread for thread in threading.enumerate() if thread.name == "hflow-broadcast"]
+        sender.forget_receivers()
+        assert aborted.wait(30)
+        for thread in threads:
+            thread.join(30)
+            assert not thread.is_alive()
+    sender.close()
 
 
 def test_buckets_in_shared_memory_are_complete_when_they_are_sent(device, monkeypatch):
