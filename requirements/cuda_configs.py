@@ -107,6 +107,7 @@ def cases() -> Iterator[Case]:
         yield Case(recipe.removesuffix(".py"), tuple(overrides))
     yield Case("gsm8k/grpo_7b", ("deterministic=true",))
     yield Case("gsm8k/grpo_7b", ("models.actor.gen.max_running=2048",))
+    yield Case("gsm8k/grpo_7b", ("models.actor.gen.cuda_graphs=false",))
     yield Case("gsm8k/grpo_7b", ("models.actor.gen.quantization=fp8",))
     yield Case("gsm8k/grpo_7b", ("models.actor.gen.quantization=fp8", "deterministic=true"))
     yield Case("gsm8k/grpo_7b", ("models.actor.gen.cache_dtype=fp8",))

@@ -55,6 +55,10 @@ FORKED_RANKS = [
     "test_megatron_weights.py",
     "test_megatron_vocab.py",
     "test_megatron_experts.py",
+    "test_megatron_adapters.py",
+    "test_megatron_training.py",
+    "test_te_layers.py",
+    "test_optimizers.py",
     "test_compiled_layers.py",
 ]
 """Their ranks are forked from one server, which imports torch and megatron once (`ranks.start`)."""
@@ -70,6 +74,7 @@ FORKED_PROGRAMS = [
     "test_dsl_load.py",
     "test_forked_python.py",
     "test_judges.py",
+    "test_benchmark_imports.py",
 ]
 """Their programs are forked from one server, which imports torch and hflow once (`forked_python`)."""
 

@@ -5,9 +5,10 @@
 
 Policies: `recipes/grpo.py` with 32 prompts x 8 samples a step, and another node in the place of
 `nodes.actor_train`. Preferences: `recipes/dpo.py` with another `nodes.dpo.loss`. Updates: the first of the
-policies with another optimizer, or with adapters. All else is that of the recipe, the learning rate too but
-for adapters, from the checkpoint that comes with hflow. Each finished run is a line of `runs.jsonl`, so that
-a sweep that is killed continues. The figure needs matplotlib.
+policies with another optimizer, or with adapters. Optimizers: `recipes/sft.py` from random weights, with
+another optimizer. All else is that of the recipe, the learning rate too but for adapters and SGD, and but for
+optimizers from the checkpoint that comes with hflow. Each finished run is a line of `runs.jsonl`, so that a
+sweep that is killed continues. The figure needs matplotlib.
 """
 
 from __future__ import annotations
@@ -27,28 +28,38 @@ from benchmarks.lib import harness
 ROOT = Path(__file__).parents[2]
 POLICIES = ("actor_train", "cispo_train", "sapo_train", "vespo_train", "high_entropy_train")
 PREFERENCES = ("sigmoid", "ipo", "hinge", "nca_pair", "apo_zero")
-LORA = ("models.actor.lora={r: 16, alpha: 32}", "models.actor.optim.lr=3e-3")
+OPTIM = "models.actor.optim"
+LORA = ("models.actor.lora={r: 16, alpha: 32}", f"{OPTIM}.lr=3e-3")
 DORA, MEGATRON = (*LORA, "models.actor.lora.dora=true"), "models.actor.backend=megatron"
 UPDATES = {
     "adamw": (),
-    "muon": ("models.actor.optim.name=muon",),
+    "muon": (f"{OPTIM}.name=muon",),
     "lora": LORA,
     "lora, megatron": (*LORA, MEGATRON),
     "dora": DORA,
     "dora, megatron": (*DORA, MEGATRON),
+    "dora, micro-batches": (*DORA, "models.actor.tokens_per_microbatch=200"),
 }
 """What is trained and how -> settings. With AdamW it is the first of the policies."""
 TASKS: dict[str, dict[str, tuple[str, ...]]] = {
     "policies": dict.fromkeys(POLICIES, ()),
     "preferences": {loss: (f"nodes.dpo.loss={loss}",) for loss in PREFERENCES},
     "updates": UPDATES,
+    "optimizers": {
+        "adamw": (),
+        "adamw_8bit": (f"{OPTIM}.name=adamw_8bit",),
+        "muon": (f"{OPTIM}.name=muon",),
+        "sgd": (f"{OPTIM}.name=sgd", f"{OPTIM}.momentum=0.9", f"{OPTIM}.lr=0.1"),
+    },
 }
-STEPS = {"policies": 100, "preferences": 150, "updates": 100}
+STEPS = {"policies": 100, "preferences": 150, "updates": 100, "optimizers": 300}
+RECIPES = {"preferences": "dpo", "optimizers": "sft"}
+"""Recipes other than grpo."""
 
 
 def run(task: str, case: str, seed: int) -> list[tuple[int, float]]:
     """Run a recipe and return its accuracy by step."""
-    name = "dpo" if task == "preferences" else "grpo"
+    name = RECIPES.get(task, "grpo")
     with tempfile.TemporaryDirectory() as out:
         recipe = Path(out) / f"{name}.py"
         text = (ROOT / "recipes" / f"{name}.py").read_text()
@@ -113,7 +124,8 @@ def main() -> None:
                     lines.append({**key, "accuracy": run(task, case, seed)})
                     harness.append_line(args.runs, lines[-1])
                     print(key, lines[-1]["accuracy"], flush=True)
-    summary = {task: means([line for line in lines if line["task"] == task]) for task in STEPS}
+    of_task = {task: [line for line in lines if line["task"] == task] for task in STEPS}
+    summary = {task: means(found) for task, found in of_task.items() if found}
     path = harness.write(
         "accuracy-curves", {"what": __doc__.splitlines()[0], "summary": summary, "runs": lines}
     )

@@ -33,7 +33,6 @@ from hflow.types import Unit
 
 prepare("cpu")
 
-from hflow.training.loop.logprobs import MatrixLogits  # noqa: E402
 from hflow.training.megatron.model import Stage, build_stage  # noqa: E402
 from hflow.training.megatron.parallel_state import ParallelState  # noqa: E402
 from hflow.training.megatron.schedule import PipelineSchedule  # noqa: E402
@@ -136,10 +135,10 @@ def compare(path: Path, layout: str, position: RankPosition) -> None:
 def outputs(stage: Stage, tokens: PackedTokens, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """All logits `[T, V']` by every tensor rank's part of them, and the backend's own log-probs `[T]`."""
     rows = tokens.expand(hidden)
-    part = stage.output_matrix.logits(rows).float()
+    part = stage.logits(rows).whole().float()
     parts = [torch.empty_like(part) for _ in range(stage.parallel.tensor)]
     dist.all_gather(parts, part.contiguous(), group=stage.parallel.groups.tp)
-    source = MatrixLogits(rows, stage.output_matrix, temperature=1.0)
+    source = stage.logits(rows)
     return torch.cat(parts, dim=-1), source.logprobs_of(following(tokens.input_ids)[:, None])[:, 0]
 
 

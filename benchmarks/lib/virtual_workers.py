@@ -279,7 +279,7 @@ class VirtualWorkers(Workers):
         return ()
 
     async def wake(self, replica: str, version: int) -> WeightsLoaded:
-        """New weights take the replica's seconds; then its engines go on with what they had."""
+        """New weights take the replica's seconds; then its engines continue with what they had."""
         heads = self._heads[replica]
         self.traffic.messages += len(heads)
         seconds = seconds_of(self._durations, replica, 0) if self._versions.get(replica) != version else 0.0

@@ -20,9 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -37,7 +34,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from benchmarks.lib import harness
+from benchmarks.lib import harness, memory
 from hflow.models.dtypes import DTYPES
 from hflow.models.settings import ModelSettings, RankPosition
 from hflow.shapes.layout import Layout
@@ -54,8 +51,6 @@ MODELS = Path(__file__).parents[2] / "configs" / "model"
 LAYOUTS = {"megatron": (1, 2, 2), "torch": (4, 1, 1)}
 """Backend -> data, tensor and pipeline ranks."""
 FILE_BYTES = 256 << 20
-MIB = 2**20
-SEPARATE_TENSORS = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 def config_of(model: str) -> Any:
@@ -92,12 +87,6 @@ def size_of(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.itemsize
 
 
-def resident(*keys: str) -> int:
-    """Bytes of this process by the kernel's figures: `VmRSS`, `VmHWM`, `RssAnon`, `RssShmem`, `RssFile`."""
-    lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
-    return sum(int(line[1]) * 1024 for line in lines if line[0].rstrip(":") in keys)
-
-
 PRIVATE = ("RssAnon", "RssShmem")
 
 
@@ -108,17 +97,17 @@ def peaks(work: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
     def watch() -> None:
         nonlocal highest
         while not done.wait(0.001):
-            highest = max(highest, resident(*PRIVATE))
+            highest = max(highest, memory.resident(*PRIVATE))
 
-    Path("/proc/self/clear_refs").write_text("5")
-    before, private = resident("VmRSS"), resident(*PRIVATE)
+    memory.reset_peak()
+    before, private = memory.resident("VmRSS"), memory.resident(*PRIVATE)
     watcher = threading.Thread(target=watch)
     watcher.start()
     result = work()
     done.set()
     watcher.join()
-    highest = max(highest, resident(*PRIVATE))
-    return result, {"rss": resident("VmHWM") - before, "private": highest - private}
+    highest = max(highest, memory.resident(*PRIVATE))
+    return result, {"rss": memory.resident("VmHWM") - before, "private": highest - private}
 
 
 def measure(rank: int, directory: Path, dtype: str, backend: str) -> None:
@@ -146,15 +135,8 @@ TINY |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads"
 
 def measured(directory: Path, dtype: str, backend: str) -> list[dict[str, Any]]:
     """Every rank's figures, from fresh processes."""
-    command = [sys.executable, "-m", __spec__.name, "--directory", str(directory), "--dtype", dtype]
-    command += ["--backend", backend, "--rank"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **SEPARATE_TENSORS}
-    children = [
-        subprocess.Popen([*command, str(rank)], env=environment, stdout=subprocess.PIPE, text=True)
-        for rank in range(math.prod(LAYOUTS[backend]))
-    ]
-    outputs = [child.communicate(timeout=1200)[0] for child in children]
-    return [json.loads(text.splitlines()[-1]) for text in outputs]
+    options = ["--directory", str(directory), "--dtype", dtype, "--backend", backend]
+    return memory.run_ranks(__spec__.name, options, math.prod(LAYOUTS[backend]), memory.SEPARATE_TENSORS)
 
 
 def shard_bytes(rank: int, model: str, dtype: torch.dtype) -> int:
@@ -206,9 +188,9 @@ def main() -> None:
         "name": args.model,
         "dtype": args.dtype,
         "layout": "d4" if args.backend == "torch" else "d1t2p2",
-        "mib": whole / MIB,
+        "mib": whole / memory.MIB,
     }
-    model["exported_fp32_mib"] = whole / dtype.itemsize * 4 / MIB
+    model["exported_fp32_mib"] = whole / dtype.itemsize * 4 / memory.MIB
     print(json.dumps(in_mib(model)))
     what = "bytes in MiB beyond what a rank held before the phase"
     suffix = "" if args.model == parser.get_default("model") else f"-{args.model}"
@@ -226,7 +208,7 @@ def in_mib(row: dict[str, Any]) -> dict[str, Any]:
     return {
         key: in_mib(value)
         if isinstance(value, dict)
-        else round(value / MIB, 1)
+        else round(value / memory.MIB, 1)
         if key in ("rss", "private", "shard")
         else round(value, 1)
         if isinstance(value, float)

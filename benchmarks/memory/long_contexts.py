@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.lib import harness
+from benchmarks.lib import harness, memory
 from benchmarks.speed.ledger import HEADER
 from hflow.data_plane.locations import DataLocations
 from hflow.data_plane.minibatches import shards
@@ -58,7 +58,7 @@ class Parts:
 
     def __init__(self) -> None:
         self.rows: dict[str, dict[str, float]] = {}
-        self._least = _resident()
+        self._least = memory.resident("VmRSS")
 
     def measure(self, name: str, work: Callable[[], Any]) -> Any:
         """Do a part of the way and note what it took; returns its result."""
@@ -67,21 +67,14 @@ class Parts:
         result = work()
         seconds = time.process_time() - start
         gc.collect()
-        self.rows[name] = {"seconds": seconds, "memory_mb": (_resident() - self._least) / 1e6}
+        self.rows[name] = {"seconds": seconds, "memory_mb": (memory.resident("VmRSS") - self._least) / 1e6}
         print(name, {key: round(value, 3) for key, value in self.rows[name].items()}, flush=True)
         return result
 
 
-def _resident() -> int:
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1])
-
-
 def main() -> None:
     """Measure and write the result."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--samples", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=32_000)
     parser.add_argument("--budget", type=int, default=40_000, help="tokens of a micro-batch")
@@ -110,8 +103,7 @@ def main() -> None:
         rule = EdgeRule("actor_train", "gen", FIELDS, (4, 5), by_group=False, policy="balanced")
         groups = {g: samples[g * GROUP : (g + 1) * GROUP] for g in range(args.samples // GROUP)}
         holders = locations.holders(FIELDS, samples)
-        known = locations.lengths(samples)
-        cut = parts.measure("assigned", lambda: shards(rule, None, groups, known, holders, seed=0, step=0))
+        cut = parts.measure("assigned", lambda: shards(rule, None, groups, holders, seed=0, step=0))
         cluster = ClusterSpec("cpu-1x6", "cpu", 1, 6, 1 << 40)
         moves = parts.measure("moves planned", lambda: redistribute(rule, cut, holders, cluster))
         taken = [move for move in moves if move.dst == 4]

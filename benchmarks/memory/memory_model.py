@@ -15,20 +15,16 @@ import argparse
 import dataclasses
 import gc
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.lib import harness
+from benchmarks.lib import harness, memory
 from hflow import Dataset, Model, Recipe, Text, compute, nodes, use
 from hflow.config.schema import GenConfig, ModelConfig, OptimConfig, RunConfig, ScheduleConfig, WorkloadConfig
 from hflow.data.batches.batch import Batch, Column
@@ -49,9 +45,7 @@ from hflow.training.fsdp.backend import TorchModel
 from hflow.training.interface import NodeCall, TrainShard
 from hflow.types import Unit
 
-SEPARATE_TENSORS = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 NUM_STEPS = 3
-MIB = 2**20
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 128}
 TINY |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 SHAPES = {
@@ -184,18 +178,12 @@ def predicted(case: Case) -> dict[str, int]:
 
 
 # -------------------------------------------------------------------------------- measured
-def resident_bytes(key: str = "VmRSS") -> int:
-    """A figure of this process's memory: `VmRSS`, or its high-water mark `VmHWM`."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
-
-
 def peak_of(work: Callable[[], Any]) -> int:
     """The high-water mark over three calls."""
-    Path("/proc/self/clear_refs").write_text("5")
+    memory.reset_peak()
     for _ in range(NUM_STEPS):
         work()
-    return resident_bytes("VmHWM")
+    return memory.resident("VmHWM")
 
 
 def settings(case: Case, architecture: dict[str, Any]) -> ModelSettings:
@@ -233,7 +221,8 @@ def call_of(body: Any, unit: str, fields: dict[str, str], **options: Any) -> Nod
     )
     knobs = {"behav_weight_cap": None} if fields else {}
     returns = (("result", unit),)
-    return NodeCall("node", body, reads, (("out", "output"),), returns, bool(fields), knobs, options)
+    provided = body.__hflow__.signature.provided
+    return NodeCall("node", body, reads, provided, returns, bool(fields), knobs, options)
 
 
 TRAIN = call_of(
@@ -296,7 +285,7 @@ def measure(case: Case, rank: int, store: str) -> None:
     warm = dataclasses.replace(case, sequences=4, tokens=32)
     work_of(warm, case.architecture | TINY, position, rank)()
     gc.collect()
-    before = resident_bytes()
+    before = memory.resident("VmRSS")
     peak = peak_of(work_of(case, case.architecture, position, rank)) - before
     print(json.dumps({"peak": peak}), flush=True)
     if case.dp > 1:
@@ -307,24 +296,9 @@ def measure(case: Case, rank: int, store: str) -> None:
 def measured(case: Case, env: dict[str, str]) -> int:
     """The most that any rank of a case held, in fresh processes."""
     with tempfile.TemporaryDirectory() as directory:
-        row = json.dumps(dataclasses.asdict(case))
-        command = [
-            sys.executable,
-            "-m",
-            __spec__.name,
-            "--case",
-            row,
-            "--store",
-            f"{directory}/store",
-            "--rank",
-        ]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **env}
-        children = [
-            subprocess.Popen([*command, str(rank)], env=environment, stdout=subprocess.PIPE, text=True)
-            for rank in range(case.dp)
-        ]
-        outputs = [child.communicate(timeout=600)[0] for child in children]
-    return max(int(json.loads(text.splitlines()[-1])["peak"]) for text in outputs)
+        options = ["--case", json.dumps(dataclasses.asdict(case)), "--store", f"{directory}/store"]
+        rows = memory.run_ranks(__spec__.name, options, case.dp, env)
+    return max(int(row["peak"]) for row in rows)
 
 
 def main() -> None:
@@ -341,17 +315,17 @@ def main() -> None:
     for case in cases():
         if args.only not in case.name:
             continue
-        items, real = predicted(case), measured(case, SEPARATE_TENSORS)
+        items, real = predicted(case), measured(case, memory.SEPARATE_TENSORS)
         row = {
             "case": case.name,
             "parameters": num_parameters(read_shape(case.architecture)),
-            "measured_mib": round(real / MIB, 1),
-            "predicted_mib": round(sum(items.values()) / MIB, 1),
+            "measured_mib": round(real / memory.MIB, 1),
+            "predicted_mib": round(sum(items.values()) / memory.MIB, 1),
             "error": round(sum(items.values()) / real - 1, 3),
         }
         if case in WITH_GLIBC:
-            row["glibc_mib"] = round(measured(case, {}) / MIB, 1)
-        row["items_mib"] = {name: round(size / MIB, 1) for name, size in items.items()}
+            row["glibc_mib"] = round(measured(case, {}) / memory.MIB, 1)
+        row["items_mib"] = {name: round(size / memory.MIB, 1) for name, size in items.items()}
         rows.append(row)
         print(
             f"{row['case']:55s} {row['measured_mib']:8.1f} {row['predicted_mib']:8.1f} {row['error']:+.1%}",

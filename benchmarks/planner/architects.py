@@ -168,6 +168,14 @@ CASES = {
             **backends("torch", "actor"),
         },
     ),
+    "GRPO 14B on unequal": Case(
+        "grpo",
+        "h800-2x8+h20-4x8",
+        "qwen2.5-14b",
+        {"batch": 256, "schedule.max_staleness": 2, **lengths(1024, 27648, 8000)},
+        "AReaL-Hex (arXiv:2511.00796): H800 for training, H20 for generation; layouts are the planner's",
+        {"placement": "actor=0-15 actor.gen=16-47"},
+    ),
 }
 
 

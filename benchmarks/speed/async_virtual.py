@@ -271,9 +271,7 @@ def _limits(simulated: Simulation, stretch: float) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4, 8])
     parser.add_argument("--trainers", type=int, default=14, help="of 128 devices")
     parser.add_argument("--batch", type=int, default=1024, help="groups of 8")

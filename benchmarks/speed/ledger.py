@@ -144,9 +144,7 @@ def _with_ledger(rate: int, seconds: float, num_samples: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rate", type=int, default=10_000, help="samples a second")
     parser.add_argument("--seconds", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=3)

@@ -2,6 +2,7 @@
 
 Both step in turn, with one thread of a CPU, in a process for each optimizer. The norm of the gradient and
 clipping, which all share, are left out. Seconds are those of the process, which other programs change little.
+Muon's products of matrices are also measured alone.
 
 python -m benchmarks.speed.optimizer_steps [--rounds 3] [--layers 30]
 """
@@ -12,15 +13,16 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
 from benchmarks.lib import harness
 from hflow.config.schema import OptimConfig
 from hflow.models.settings import ModelSettings, RankPosition
-from hflow.planner.plan.optimizers import OPTIMIZERS
+from hflow.planner.plan.optimizers import OPTIMIZERS, optimizer_traits
 from hflow.training.fsdp.backend import TorchModel
+from hflow.training.optimizers.muon.iterations import NUM_ITERATIONS
 
 SMOLLM2_135M = {
     "model_type": "llama",
@@ -32,8 +34,8 @@ SMOLLM2_135M = {
     "tie_word_embeddings": True,
 }
 MOMENTUM = "sgd, momentum=0.9"
-TORCH = "torch"
-"""torch's fused AdamW."""
+TORCH, PRODUCTS = "torch", "products"
+"""torch's fused AdamW; the products of Newton-Schulz iterations."""
 
 
 def seconds_of(step: Callable[[], object]) -> dict[str, float]:
@@ -41,6 +43,24 @@ def seconds_of(step: Callable[[], object]) -> dict[str, float]:
     start = time.process_time()
     step()
     return {"seconds": time.process_time() - start}
+
+
+def products(weights: Iterable[torch.Tensor]) -> Callable[[], None]:
+    """Return what computes the products of Muon's updates and nothing else, each in memory of its own."""
+    factors = []
+    for weight in weights:
+        x = torch.randn(1, min(weight.shape), max(weight.shape)).bfloat16()
+        gram = x.new_empty(1, x.shape[1], x.shape[1])
+        factors.append((x, gram, torch.randn_like(gram), torch.empty_like(x)))
+
+    def compute() -> None:
+        for x, gram, polynomial, other in factors:
+            for _ in range(NUM_ITERATIONS):
+                torch.bmm(x, x.mT, out=gram)
+                torch.bmm(polynomial, polynomial, out=gram)
+                torch.bmm(polynomial, x, out=other)
+
+    return compute
 
 
 def measure(name: str, num_layers: int, rounds: int) -> None:
@@ -68,10 +88,16 @@ def measure(name: str, num_layers: int, rounds: int) -> None:
     other = torch.optim.AdamW(weights, fused=True)
     step()
     other.step()  # allocates states
-    steps = {TORCH: other.step, name: step}
+    steps: dict[str, Callable[[], object]] = {TORCH: other.step, name: step}
+    found, matrix_flops = {}, optimizer_traits(options["name"]).matrix_flops
+    if matrix_flops is not None:
+        groups = [group["params"] for group in optimizer._param_groups() if group["in_layers"]]
+        matrices = [weight.detach() for params in groups for weight in params]
+        steps[PRODUCTS] = products(matrices)
+        found["gflop"] = sum(matrix_flops(*weight.shape) for weight in matrices) / 1e9
     rows = harness.interleave({key: lambda one=one: seconds_of(one) for key, one in steps.items()}, rounds)
     parameters = sum(weight.numel() for weight in weights)
-    print(json.dumps({"parameters": parameters, **harness.compare(rows, "seconds", TORCH)}))
+    print(json.dumps({"parameters": parameters, **found, **harness.compare(rows, "seconds", TORCH)}))
 
 
 def main() -> None:
@@ -93,6 +119,8 @@ def main() -> None:
         own, base = found[name][name], found[name][TORCH]
         ratio = own[f"ratio_to_{TORCH}"]
         print(f"| `{name}` | {own['median']:.3f} | {base['median']:.3f} | {ratio:.2f} |", flush=True)
+        if alone := found[name].get(PRODUCTS):
+            print(f"| its products, {found[name]['gflop']:.0f} GFLOP | {alone['median']:.3f} | | |")
     print(harness.write("optimizer-steps", {"arguments": harness.numbers(args), "steps": found}))
 
 

@@ -382,9 +382,7 @@ def compare_training(model: Path, case: Answers, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--peer", help="python of an environment with TRL, for the comparison of GRPO steps")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts; default: all")
     parser.add_argument("--sizes", nargs="+", choices=tuple(GRPO), default=list(GRPO))

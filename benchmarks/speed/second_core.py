@@ -53,9 +53,7 @@ def serve(run: str, model: Path, size: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--serve", nargs=3, metavar=("RUN", "MODEL", "SIZE"), help=argparse.SUPPRESS)

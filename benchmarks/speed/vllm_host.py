@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.lib import harness
 from benchmarks.lib.neighbour import architecture
 from hflow.engines.interface import EngineSetup, SamplingParams
-from hflow.engines.process.engine import _write_config
+from hflow.engines.process.engine import write_config
 from hflow.engines.process.engine_process import ProcessSettings
 from hflow.engines.request import new_request
 from hflow.engines.vllm.engine import vllm_launch
@@ -38,7 +38,7 @@ def build(sequences: int) -> Any:
     launch = vllm_launch(setup)
     os.environ.update(launch.environment)
     directory = tempfile.mkdtemp()
-    model = _write_config(settings, read_config(settings), Path(directory) / "model")
+    model = write_config(settings, read_config(settings), Path(directory) / "model")
     arguments = launch.arguments(model, MAX_LENGTH)
     from hflow.engines.vllm.stepper import VllmStepper
 

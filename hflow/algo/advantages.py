@@ -120,9 +120,10 @@ def mean_normalised_advantage(reward: Tensor, seqs: Sequences) -> Tensor:
 def moving_baseline_advantage(
     reward: Tensor, keys: Sequence[str], baselines: Mapping[str, float], decay: float
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return rewards minus the moving average of their key's rewards, and the new averages.
+    """Return rewards minus the moving average of their key's earlier rewards, and the new averages.
 
-    For each sample in the order of the batch, `b <- decay b + (1 - decay) r`, from 0, and then `A = r - b`.
+    For each sample in the order of the batch, `A = r - b`, and then `b <- decay b + (1 - decay) r`, from 0. A
+    baseline that has its own sample's reward would bias the gradient.
 
     Args:
         reward: `[S]`.
@@ -134,12 +135,13 @@ def moving_baseline_advantage(
         Advantages `[S]`, and the average of each key.
 
     Source: Liu et al. 2025, "SPIRAL: self-play on zero-sum games incentivizes reasoning via multi-agent
-    multi-turn reinforcement learning", role-conditioned advantage estimation.
+    multi-turn reinforcement learning", role-conditioned advantage estimation, in the order of its code.
     """
     averages, advantages = dict(baselines), []
     for key, value in zip(keys, reward.tolist(), strict=True):  # waits: once per batch
-        averages[key] = decay * averages.get(key, 0.0) + (1 - decay) * value
-        advantages.append(value - averages[key])
+        baseline = averages.get(key, 0.0)
+        advantages.append(value - baseline)
+        averages[key] = decay * baseline + (1 - decay) * value
     return reward.new_tensor(advantages, dtype=_float_dtype(reward)), averages
 
 

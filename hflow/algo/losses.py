@@ -439,17 +439,18 @@ def pairwise_loss(margin: Tensor, label_smoothing: float = 0.0) -> Tensor:
     return (1 - label_smoothing) * loss - label_smoothing * torch.nn.functional.logsigmoid(-margin)
 
 
-def ipo_loss(log_ratio_gap: Tensor, beta: float) -> Tensor:
-    """Return IPO's loss `(h - 1 / (2 beta))^2`, which stops at a finite gap where DPO's grows for ever.
+def ipo_loss(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
+    """Return IPO's loss `(c - r - 1 / (2 beta))^2`, which stops at a finite gap where DPO's grows for ever.
 
     Args:
-        log_ratio_gap: h, the log-ratio to the reference of the chosen answer minus that of the rejected one.
+        chosen: c, the mean log-ratio to the reference of the chosen answer's tokens.
+        rejected: r, the same of the rejected answer.
         beta: tau of the paper, the weight of the KL to the reference.
 
     Source: Azar et al. 2023, "A general theoretical paradigm to understand learning from human preferences",
-    equation 17.
+    equation 17. The means in the place of sums are what its authors computed, as TRL has it from them.
     """
-    return (log_ratio_gap - 1 / (2 * beta)).square()
+    return (chosen - rejected - 1 / (2 * beta)).square()
 
 
 def hinge_loss(margin: Tensor) -> Tensor:

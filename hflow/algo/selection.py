@@ -78,7 +78,7 @@ def resampling_weights(
         power: exponent for `pow`.
 
     Returns:
-        Weights `[S]`; each is at least 1e-8, so that a batch of rewards 0 can be drawn from.
+        Weights `[S]`, each 1e-8 more, so that a batch of rewards 0 can be drawn from.
 
     Source: verl, `use_pf_ppo`; after Shen and Zhang 2024, "Policy filtration in RLHF to fine-tune LLM for
     code generation".
@@ -90,7 +90,7 @@ def resampling_weights(
         weights = ((exact == exact.max()) | (exact == exact.min())).double()
     else:
         weights = torch.where(exact == exact.max(), 0.4, 0.1).double()
-    return weights.clamp(min=1e-8)
+    return weights + 1e-8
 
 
 def resampled(weights: Tensor) -> Tensor:

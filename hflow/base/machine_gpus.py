@@ -29,9 +29,9 @@ class Gpu:
         return self.memory_bytes / (1 << 30)
 
 
-def read_gpus() -> list[Gpu]:
-    """Return the GPUs that nvidia-smi lists; none without a driver."""
-    command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
+def read_gpus(*arguments: str) -> list[Gpu]:
+    """Return the GPUs that nvidia-smi lists, with arguments such as `--id=GPU-UUID`; none without it."""
+    command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits", *arguments]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):

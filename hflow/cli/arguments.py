@@ -116,6 +116,23 @@ Overrides = Annotated[
 ]
 
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Html = Annotated[
+    Path | None, typer.Option("--html", metavar="FILE", help="Write a page for a browser to FILE.")
+]
+Live = Annotated[
+    bool | None,
+    typer.Option(
+        "--live/--plain", help="Show a live panel, or plain lines.", show_default="live in a terminal"
+    ),
+]
+ModelOfRun = Annotated[
+    str | None,
+    typer.Option("--model", metavar="NAME", help="The model of a run.", show_default="its only one"),
+]
+Port = Annotated[int, typer.Option("--port", metavar="N", min=0, max=65535, help="Port; 0 for a free one.")]
+
+
 def split_recipe(recipe: str | None, overrides: list[str]) -> tuple[str | None, list[str]]:
     """Separate an optional recipe from overrides.
 

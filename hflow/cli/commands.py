@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, NoReturn
 
@@ -38,134 +39,88 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-app.command(epilog=_examples("new grpo mine", "new grpo mine --chat", "new custom/replay mine"))(recipes.new)
 
-app.command(
-    epilog=_examples("translate verl.yaml mine", "translate trl.yaml mine --cluster h100-1x8"),
-)(recipes.translate)
+def _add(function: Callable[..., None], *examples: str, more: Iterable[str] = (), **options: Any) -> None:
+    app.command(epilog="\n\n".join([_examples(*examples), *more]), **options)(function)
 
-app.command(epilog=_examples("nodes", "nodes actor_train", "nodes grpo", "nodes mine/grpo.py score --json"))(
-    recipes.nodes
-)
 
-app.command(epilog=_examples("check grpo", "check grpo nodes.actor_train.prox=none"))(plans.check)
-
-app.command(
-    epilog=_examples(
-        "plan grpo cluster=h100-2x8 models.actor.layout=d4t2p2",
-        "plan grpo --html plan.html",
-        "plan grpo --dot | dot -Tsvg > plan.svg",
-        "plan grpo steps=20 --json > lock.json",
-        "plan --diff runs/grpo/latest grpo steps=20",
-        "plan grpo cluster=h100-2x8 --what-if network=ib-xdr 'batch=128 schedule.max_staleness=4'",
-    ),
+_add(recipes.new, "new grpo mine", "new grpo mine --chat", "new custom/replay mine")
+_add(recipes.translate, "translate verl.yaml mine", "translate trl.yaml mine --cluster h100-1x8")
+_add(recipes.nodes, "nodes", "nodes actor_train", "nodes grpo", "nodes mine/grpo.py score --json")
+_add(plans.check, "check grpo", "check grpo nodes.actor_train.prox=none")
+_add(
+    plans.plan,
+    "plan grpo cluster=h100-2x8 models.actor.layout=d4t2p2",
+    "plan grpo --html plan.html",
+    "plan grpo --dot | dot -Tsvg > plan.svg",
+    "plan grpo steps=20 --json > lock.json",
+    "plan --diff runs/grpo/latest grpo steps=20",
+    "plan grpo cluster=h100-2x8 --what-if network=ib-xdr 'batch=128 schedule.max_staleness=4'",
     cls=plans.PlanCommand,
-)(plans.plan)
-
-app.command(
-    epilog=_examples(
-        "run sft",
-        "run grpo steps=20 workers=inproc",
-        "run grpo models.actor.optim.lr=2e-4 --cfg",
-        "run --plan lock.json out=elsewhere",
-    )
-)(runs.run)
-
-app.command(
-    epilog=_examples(
-        "simulate grpo_async schedule.max_staleness=4 workload.response_cv=1.2",
-        "simulate grpo --steps 200 --json",
-    )
-)(plans.simulate)
-
-app.command(
-    epilog=_examples(
-        "size grpo cluster=h100-1x8 --seconds 60",
-        "size grpo --on h100 --on h200 --on b200-2x8 --days 3 --cheapest",
-        "size grpo cluster=h100-1x8 --samples 100 --most 256 --html sizes.html",
-    )
-)(plans.size)
-
-app.command(
-    epilog=_examples(
-        "twin ppo batch=32",
-        "twin grpo batch=8 --layout d2t2p2",
-        "twin grpo batch=8 --as-configured placement='actor=0:d1 actor.gen=1:d1'",
-    )
-)(runs.twin)
-
-app.command(
-    epilog=_examples("why runs/grpo/latest 17", "why grpo eval_gen/3 --json"),
-)(results.why)
-
-
-app.command(
-    epilog="\n\n".join(
-        [
-            _examples(
-                "samples grpo --where \"reason = 'stale' and lag > 2\"",
-                "samples grpo --where 'reward > 0.5' --csv",
-                "samples runs/grpo/latest --where \"end = 'refused'\" --count",
-            ),
-            "Columns:",
-            *(f"[bold]{name}[/bold]: {text}" for name, text in launch.SAMPLE_COLUMNS.items()),
-        ]
-    ),
-)(results.samples)
-
-
-app.command(
-    epilog=_examples("report grpo", "report runs/grpo/20260131-142500 --html report.html"),
-)(results.report)
-
-
-app.command(
-    epilog=_examples("watch grpo", "watch runs/grpo/20260131-142500 --port 0"),
-)(results.watch)
-
-
-app.command(
-    epilog=_examples(
-        "compare grpo grpo_async",
-        "compare runs/grpo/20260131-142500 runs/grpo/latest --metric 'eval_gen/*' --metric 'time/*'",
-        "compare grpo grpo_async --html compare.html",
-        "compare runs/seed-*/latest --json",
-    )
-)(results.compare)
-
-
-app.command(
+)
+_add(
+    runs.run,
+    "run sft",
+    "run grpo steps=20 workers=inproc",
+    "run grpo models.actor.optim.lr=2e-4 --cfg",
+    "run --plan lock.json out=elsewhere",
+)
+_add(
+    plans.simulate,
+    "simulate grpo_async schedule.max_staleness=4 workload.response_cv=1.2",
+    "simulate grpo --steps 200 --json",
+)
+_add(
+    plans.size,
+    "size grpo cluster=h100-1x8 --seconds 60",
+    "size grpo --on h100 --on h200 --on b200-2x8 --days 3 --cheapest",
+    "size grpo cluster=h100-1x8 --samples 100 --most 256 --html sizes.html",
+)
+_add(
+    runs.twin,
+    "twin ppo batch=32",
+    "twin grpo batch=8 --layout d2t2p2",
+    "twin grpo batch=8 --as-configured placement='actor=0:d1 actor.gen=1:d1'",
+)
+_add(results.why, "why runs/grpo/latest 17", "why grpo eval_gen/3 --json")
+_columns = [f"[bold]{name}[/bold]: {text}" for name, text in launch.SAMPLE_COLUMNS.items()]
+_add(
+    results.samples,
+    "samples grpo --where \"reason = 'stale' and lag > 2\"",
+    "samples grpo --where 'reward > 0.5' --csv",
+    "samples runs/grpo/latest --where \"end = 'refused'\" --count",
+    more=["Columns:", *_columns],
+)
+_add(results.report, "report grpo", "report runs/grpo/20260131-142500 --html report.html")
+_add(results.watch, "watch grpo", "watch runs/grpo/20260131-142500 --port 0")
+_add(
+    results.compare,
+    "compare grpo grpo_async",
+    "compare runs/grpo/20260131-142500 runs/grpo/latest --metric 'eval_gen/*' --metric 'time/*'",
+    "compare grpo grpo_async --html compare.html",
+    "compare runs/seed-*/latest --json",
+)
+_add(
+    results.evaluate,
+    "eval grpo",
+    "eval grpo data.heldout.path=test.jsonl data.heldout.generator=null --samples 16",
+    "eval Qwen/Qwen2.5-0.5B --recipe grpo",
     name="eval",
-    epilog=_examples(
-        "eval grpo",
-        "eval grpo data.heldout.path=test.jsonl data.heldout.generator=null --samples 16",
-        "eval Qwen/Qwen2.5-0.5B --recipe grpo",
-    ),
-)(results.evaluate)
-
-
-app.command(
-    epilog=_examples(
-        "export grpo ./my-model",
-        "export runs/grpo/latest/checkpoints/best ./my-model --model actor --dtype bf16",
-        "export grpo ./my-model --push me/my-model",
-    )
-)(results.export)
-
-
-app.command(
-    epilog=_examples(
-        "serve runs/grpo/latest",
-        "serve grpo gen.max_model_len=128 --port 9000",
-        "serve Qwen/Qwen2.5-0.5B --engine vllm --host 0.0.0.0 --api-key KEY",
-    )
-)(runs.serve)
-
-
-app.command(epilog=_examples("profile", "profile --device h100 --out here.yaml"))(machine.profile)
-
-
-app.command(epilog=_examples("doctor"))(machine.doctor)
+)
+_add(
+    results.export,
+    "export grpo ./my-model",
+    "export runs/grpo/latest/checkpoints/best ./my-model --model actor --dtype bf16",
+    "export grpo ./my-model --push me/my-model",
+)
+_add(
+    runs.serve,
+    "serve runs/grpo/latest",
+    "serve grpo gen.max_model_len=128 --port 9000",
+    "serve Qwen/Qwen2.5-0.5B --engine vllm --host 0.0.0.0 --api-key KEY",
+)
+_add(machine.profile, "profile", "profile --device h100 --out here.yaml")
+_add(machine.doctor, "doctor")
 
 
 def main() -> None:

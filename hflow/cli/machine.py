@@ -27,7 +27,7 @@ from hflow.doctor.gpus import (
     check_sockets,
     in_child,
 )
-from hflow.doctor.trial_runs import try_runs
+from hflow.doctor.trial_runs import trial_device, try_runs
 
 
 def doctor(
@@ -78,7 +78,7 @@ def _check_gpus(num_gpus: int) -> Iterator[Finding]:
         yield from in_child(check_sockets, device)
     yield from check_layer_times(device)
     yield from check_collectives(num_gpus)
-    yield from try_runs(num_gpus, memory_gib)
+    yield from try_runs(num_gpus, memory_gib, trial_device() if num_gpus else None)
 
 
 def _table(findings: list[Finding]) -> Table:

@@ -12,7 +12,16 @@ from typer.core import TyperCommand
 from hflow import launch
 from hflow.base.errors import ConfigError, PlanError
 from hflow.base.terminal import print_data, print_json, print_text, show
-from hflow.cli.arguments import DIFFERENT, OptionalRecipe, Overrides, Recipe, split_recipe, write_html
+from hflow.cli.arguments import (
+    DIFFERENT,
+    AsJson,
+    Html,
+    OptionalRecipe,
+    Overrides,
+    Recipe,
+    split_recipe,
+    write_html,
+)
 from hflow.report.text.diff import render_diff
 from hflow.report.text.explanation import render_explanation
 from hflow.report.text.figures import render_sizes, render_what_if, size_table
@@ -76,9 +85,7 @@ def plan(
     ] = False,
     dot: Annotated[bool, typer.Option("--dot", help="Print the graph for Graphviz.")] = False,
     mermaid: Annotated[bool, typer.Option("--mermaid", help="Print the graph for Mermaid.")] = False,
-    html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write a page for a browser to FILE.")
-    ] = None,
+    html: Html = None,
     explain: Annotated[
         str | None, typer.Option("--explain", metavar="NODE", help=EXPLAIN, show_default=False)
     ] = None,
@@ -134,7 +141,7 @@ def simulate(
         ),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", metavar="S", help="Seed of the response lengths.")] = 0,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: AsJson = False,
 ) -> None:
     """Simulate a run on a virtual clock: speed, idle devices and staleness. Needs no device."""
     simulation = launch.simulate(recipe, overrides or [], steps, seed)
@@ -145,7 +152,6 @@ def simulate(
 
 
 def _at_most_one(options: Mapping[str, bool]) -> str | None:
-    """Return the one option that is set, or None."""
     given = [option for option, is_given in options.items() if is_given]
     if len(given) > 1:
         raise ConfigError(f"{given[0]} and {given[1]} exclude each other; use one of them")
@@ -218,7 +224,7 @@ def size(
     cheapest: Annotated[
         bool, typer.Option("--cheapest", help="Choose the lowest cost of the run, not the fewest devices.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: AsJson = False,
     html: Annotated[
         Path | None,
         typer.Option("--html", metavar="FILE", help="Write the page of the chosen plan, with the sizes."),

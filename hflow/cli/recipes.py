@@ -11,12 +11,17 @@ from hflow import launch
 from hflow.base.errors import ConfigError
 from hflow.base.shipped import is_recipe_file, shipped_recipes
 from hflow.base.terminal import print_json, print_text, show
-from hflow.cli.arguments import recipe_file
+from hflow.cli.arguments import AsJson, recipe_file
 from hflow.report.text.nodes import render_node, render_nodes, render_recipe_nodes, render_setting
 from hflow.report.text.translation import render_translation
 
 if TYPE_CHECKING:
     from hflow.launch import CatalogNode, CatalogSetting
+
+
+Directory = Annotated[
+    Path, typer.Argument(metavar="DIR", help="Where to write. Existing files are kept.", show_default=False)
+]
 
 
 def new(
@@ -26,10 +31,7 @@ def new(
             metavar="NAME", help="The name of a shipped recipe, such as grpo.", show_default=False
         ),
     ],
-    directory: Annotated[
-        Path,
-        typer.Argument(metavar="DIR", help="Where to write. Existing files are kept.", show_default=False),
-    ],
+    directory: Directory,
     chat: Annotated[
         bool, typer.Option("--chat", help="The chat form of the recipe: its prompts are messages.")
     ] = False,
@@ -51,10 +53,7 @@ def translate(
             show_default=False,
         ),
     ],
-    directory: Annotated[
-        Path,
-        typer.Argument(metavar="DIR", help="Where to write. Existing files are kept.", show_default=False),
-    ],
+    directory: Directory,
     cluster: Annotated[
         str | None, typer.Option("--cluster", help="The devices, such as h100-1x8.", show_default=False)
     ] = None,
@@ -82,7 +81,7 @@ def nodes(
         str | None,
         typer.Argument(metavar="NAME", help="A node of the recipe. Default: list all.", show_default=False),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: AsJson = False,
 ) -> None:
     """List the ready nodes, rewards and optimizers, or nodes of a recipe, or all that can be set of one."""
     if subject is None:

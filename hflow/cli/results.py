@@ -15,7 +15,17 @@ from hflow import launch
 from hflow.base.errors import ConfigError
 from hflow.base.terminal import print_data, print_json, print_text, show
 from hflow.base.text import format_bytes
-from hflow.cli.arguments import Overrides, StoppedByUser, optional_recipe_file, write_html
+from hflow.cli.arguments import (
+    AsJson,
+    Html,
+    Live,
+    ModelOfRun,
+    Overrides,
+    Port,
+    StoppedByUser,
+    optional_recipe_file,
+    write_html,
+)
 from hflow.report.text.compare import names_text, render_comparison
 from hflow.report.text.ledger import as_csv, render_output, render_samples, render_story
 from hflow.report.text.results import render_evaluation, render_run_report
@@ -35,9 +45,7 @@ Run = Annotated[
 
 def report(
     run: Run,
-    html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write a page for a browser to FILE.")
-    ] = None,
+    html: Html = None,
 ) -> None:
     """Show what a run measured, generated, refused and suffered. It may still be going."""
     found = launch.read_report(run)
@@ -52,9 +60,7 @@ def report(
 
 def watch(
     run: Run,
-    port: Annotated[
-        int, typer.Option("--port", metavar="N", min=0, max=65535, help="Port; 0 for a free one.")
-    ] = 8100,
+    port: Port = 8100,
 ) -> None:
     """Serve a page that follows a run, on this machine only, until Ctrl-C. The run may have ended."""
     try:
@@ -85,10 +91,8 @@ def compare(
             "--metric", metavar="NAME", help=METRIC, show_default="scores, losses, speed, staleness"
         ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write a page for a browser to FILE.")
-    ] = None,
+    json: AsJson = False,
+    html: Html = None,
 ) -> None:
     """Compare runs: how they were configured differently, and what their metrics reached.
 
@@ -150,12 +154,7 @@ def evaluate(
         float, typer.Option("--threshold", metavar="X", help="Lowest score of a correct sample.")
     ] = 1.0,
     json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
-    live: Annotated[
-        bool | None,
-        typer.Option(
-            "--live/--plain", help="Show a live panel, or plain lines.", show_default="live in a terminal"
-        ),
-    ] = None,
+    live: Live = None,
 ) -> None:
     """Score a checkpoint on whole datasets, with the nodes of its recipe, and estimate pass@k."""
     options = launch.EvaluationOptions(
@@ -173,10 +172,7 @@ def export(
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", help="A directory that does not exist yet.", show_default=False)
     ],
-    model: Annotated[
-        str | None,
-        typer.Option("--model", metavar="NAME", help="The model of a run.", show_default="its only one"),
-    ] = None,
+    model: ModelOfRun = None,
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16"] | None,
         typer.Option("--dtype", help="Precision of the weights.", show_default="that of the checkpoint"),
@@ -202,8 +198,6 @@ def export(
 
 LIMIT = 20
 """Default number of rows of a table."""
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def why(

@@ -17,8 +17,11 @@ from hflow.base.standard_streams import outlive_reader
 from hflow.base.terminal import print_data, print_note, print_text, show
 from hflow.cli.arguments import (
     DIFFERENT,
+    Live,
+    ModelOfRun,
     OptionalRecipe,
     Overrides,
+    Port,
     Recipe,
     RunStopped,
     StoppedByUser,
@@ -58,14 +61,7 @@ def run(
     cfg: Annotated[
         bool, typer.Option("--cfg", help="Print the whole configuration instead of running.")
     ] = False,
-    live: Annotated[
-        bool | None,
-        typer.Option(
-            "--live/--plain",
-            help="Show a live panel, or print plain lines.",
-            show_default="live in a terminal",
-        ),
-    ] = None,
+    live: Live = None,
 ) -> None:
     """Run a recipe. Results are in OUT/NAME/TIME; OUT/NAME/latest is the newest run."""
     outlive_reader("stdout")
@@ -121,7 +117,6 @@ def twin(
 
 
 def _finish(summary: launch.RunSummary) -> None:
-    """Print the summary of a run."""
     show(render_summary(summary))
     if summary.reason == STOPPED:
         print_text(f"to continue: hflow run --resume {summary.directory}")
@@ -150,10 +145,7 @@ def serve(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help=KEYS, show_default=False)
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", metavar="NAME", help="The model of a run.", show_default="its only one"),
-    ] = None,
+    model: ModelOfRun = None,
     engine: Annotated[
         str | None,
         typer.Option("--engine", metavar="ENGINE", help=ENGINE, show_default="vllm on CUDA, else embedded"),
@@ -161,9 +153,7 @@ def serve(
     host: Annotated[
         str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on.")
     ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option("--port", metavar="N", min=0, max=65535, help="Port; 0 for a free one.")
-    ] = 8000,
+    port: Port = 8000,
     api_key: Annotated[
         str | None,
         typer.Option(

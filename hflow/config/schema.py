@@ -131,6 +131,9 @@ class GenConfig:
     """Maximum number of sequences that one engine decodes at once; null: the plan decides, from 256 on."""
     max_model_len: Int = Field(default=2048, ge=2)
     """Maximum number of tokens of prompt and completion together."""
+    cuda_graphs: StrictBool = True
+    """Launch the kernels of a decode step on a GPU at once, as a CUDA graph. False: one by one
+    (`enforce_eager` of vLLM), which takes no memory for graphs, but longer where few sequences run."""
     quantization: Literal["fp8"] | None = None
     """`fp8`: a vLLM engine quantises the matrices of decoder layers whenever it loads weights, in blocks of
     128 x 128 with a scale each. Embeddings, output matrix, norms, biases and routers keep the model's dtype.
@@ -147,6 +150,12 @@ class GenConfig:
         """The keys by which an engine rounds to less than the model's dtype, where they are set."""
         keys = {"quantization": self.quantization, "cache_dtype": self.cache_dtype}
         return {key: value for key, value in keys.items() if value is not None}
+
+    @property
+    def engine_options(self) -> dict[str, Any]:
+        """What every engine is built with."""
+        keys = "max_running", "max_model_len", "cuda_graphs"
+        return {**{key: getattr(self, key) for key in keys}, **self.precisions}
 
 
 @dataclass(frozen=True, config=CHECKED)

@@ -1,14 +1,17 @@
-"""`DataLocations`: which workers hold which fields of which samples."""
+"""`DataLocations`: which workers hold which fields of which samples, in columns with a row per sample."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hflow.data_plane.redistribute import Move
+import numpy as np
+from numpy.typing import NDArray
 
-_NO_WORKERS: frozenset[int] = frozenset()
+from hflow.data_plane.redistribute import NO_WORKER, FieldHolders, Holders, Integers, Move
+
+NO_ROW = -1
 
 
 @dataclass(eq=False)
@@ -17,30 +20,47 @@ class _Held:
 
     is_made: bool
     """Whether batch nodes make them: a sample's home worker does not hold them by itself."""
-    workers: dict[int, frozenset[int]]
-    """Sample -> all workers that hold them."""
+    workers: NDArray[np.int32]
+    """[rows, most copies of a sample]: all workers that hold them, then `NO_WORKER`. Not the home worker,
+    unless a batch node made them there."""
+
+    def add(self, rows: Integers, worker: int) -> None:
+        """Note that one more worker holds them."""
+        rows = rows[(self.workers[rows] != worker).all(axis=1)]
+        counts = (self.workers[rows] != NO_WORKER).sum(axis=1)
+        if len(rows) and counts.max() == self.workers.shape[1]:
+            self.workers = np.pad(self.workers, ((0, 0), (0, 1)), constant_values=NO_WORKER)
+        self.workers[rows, counts] = worker
 
 
 class DataLocations:
     """The workers that hold the data of one root stream's samples.
 
     All that a source or a sample-level or group-level body makes is stored on the sample's home worker. What
-    batch nodes make, and what is moved, is noted once for all fields that move together, sample by sample:
-    each further move and node then costs the controller the same.
+    batch nodes make, and what is moved, is noted once for all fields that move together: each further move
+    and node then costs the controller the same.
     """
 
     def __init__(self) -> None:
-        self._home: dict[int, int] = {}
-        self._length: dict[int, int] = {}
+        self._rows = np.empty(0, np.int32)
+        """Sample, less `_first` -> its row in all columns; `NO_ROW`: it is not here."""
+        self._first = 0
+        self._free: list[int] = []
+        """Rows without a sample."""
+        self._home = np.empty(0, np.int32)
+        self._length = np.empty(0, np.int64)
         self._held: dict[str, _Held] = {}
         """Field -> where it is besides the home worker, if it was ever copied, or made by a batch node."""
-        self._singletons: dict[int, frozenset[int]] = {}
-        """Worker -> the set with this worker only, shared to save memory."""
 
     def add_sample(self, sample: int, worker: int, length: int) -> None:
         """Record that a source finished a sample of `length` tokens on its home worker."""
-        self._home[sample] = worker
-        self._length[sample] = length
+        if not 0 <= sample - self._first < len(self._rows):
+            self._widen(sample)
+        if not self._free:
+            self._grow()
+        if (row := self._rows[sample - self._first]) == NO_ROW:
+            row = self._rows[sample - self._first] = self._free.pop()
+        self._home[row], self._length[row] = worker, length
 
     def add_outputs(self, fields: Iterable[str], samples: Iterable[int], worker: int) -> None:
         """Record that a batch node made these fields of these samples on a worker."""
@@ -58,111 +78,125 @@ class DataLocations:
         for (worker, fields), samples in pulled.items():
             self.add_copies(fields, samples, worker)
 
-    def lengths(self, samples: Sequence[int]) -> dict[int, int]:
+    def lengths(self, samples: Iterable[int]) -> list[int]:
         """Return the tokens of each sample."""
-        return {sample: self._length[sample] for sample in samples}
+        lengths: list[int] = self._length[self._rows_of(samples)].tolist()
+        return lengths
 
-    def holders(
-        self, fields: Iterable[str], samples: Sequence[int]
-    ) -> dict[str, Mapping[int, frozenset[int]]]:
-        """Return field -> sample -> workers that hold it. Fields with the same holders share one mapping."""
-        homes = {sample: self._singleton(self._home[sample]) for sample in samples}
-        known: dict[int, Mapping[int, frozenset[int]]] = {}
-        holders: dict[str, Mapping[int, frozenset[int]]] = {}
+    def holders(self, fields: Iterable[str], samples: Iterable[int]) -> Holders:
+        """Return the workers that hold fields of these samples."""
+        ids = np.sort(np.fromiter(samples, np.int64))
+        rows = self._rows_of(ids)
+        home = self._home[rows, None]
+        names: dict[_Held | None, list[str]] = defaultdict(list)
         for name in fields:
-            held = self._held.get(name)
-            if held is None:
-                holders[name] = homes
-                continue
-            if id(held) not in known:
-                known[id(held)] = _with_homes(held, homes)
-            holders[name] = known[id(held)]
-        return holders
+            names[self._held.get(name)].append(name)
+        groups = []
+        for held, members in names.items():
+            copies = home[:, :0] if held is None else held.workers[rows]
+            is_made = held is not None and held.is_made
+            workers = copies if is_made else np.concatenate((home, copies), axis=1)
+            groups.append(FieldHolders(tuple(members), workers))
+        return Holders(ids, self._length[rows], tuple(groups))
 
     def workers_of(self, samples: Iterable[int]) -> dict[int, list[int]]:
         """Return the workers that may hold any data of these samples, each with those samples, ascending."""
-        return self._by_worker(samples, self._distinct(self._held.values()))
+        return self._by_worker(self._known(samples), self._all_held())
 
     def by_home(self, samples: Iterable[int]) -> dict[int, list[int]]:
         """Group samples by their home worker."""
+        samples = tuple(samples)
         groups: dict[int, list[int]] = {}
-        for sample in samples:
-            groups.setdefault(self._home[sample], []).append(sample)
+        for sample, home in zip(samples, self._home[self._rows_of(samples)].tolist(), strict=True):
+            groups.setdefault(home, []).append(sample)
         return groups
 
     def at_home(self, worker: int) -> set[int]:
         """Return the samples whose home worker this is."""
-        return {sample for sample, home in self._home.items() if home == worker}
+        samples = self._all_samples()
+        return set(samples[self._home[self._rows_of(samples)] == worker].tolist())
 
     def drop_fields(self, fields: Iterable[str], samples: Iterable[int]) -> dict[int, list[int]]:
         """Forget fields of these samples; return the workers that may hold them, each with its samples."""
-        samples = tuple(samples)
+        known = self._known(samples)
         dropped = self._together(self._held.keys() & set(fields), is_made=False)
-        workers = self._by_worker(samples, dropped)
+        workers = self._by_worker(known, dropped)
         for held in dropped:
-            for sample in samples:
-                held.workers.pop(sample, None)
+            held.workers[self._rows_of(known)] = NO_WORKER
         return workers
 
     def forget(self, samples: Iterable[int]) -> None:
         """Forget all data of these samples."""
-        copies = [held.workers for held in self._distinct(self._held.values())]
-        for sample in samples:
-            self._home.pop(sample, None)
-            self._length.pop(sample, None)
-            for workers in copies:
-                workers.pop(sample, None)
+        known = self._known(samples)
+        rows = self._rows_of(known)
+        for held in self._all_held():
+            held.workers[rows] = NO_WORKER
+        self._rows[known - self._first] = NO_ROW
+        self._free += rows.tolist()
 
     def _add(self, fields: Iterable[str], samples: Iterable[int], worker: int, *, is_made: bool) -> None:
-        own, samples = self._singleton(worker), tuple(samples)
+        rows = self._rows_of(samples)
         for held in self._together(fields, is_made=is_made):
-            workers = held.workers
-            for sample in samples:
-                before = workers.get(sample)
-                if before is None and not held.is_made and sample in self._home:
-                    before = self._singleton(self._home[sample])
-                workers[sample] = own if before is None else before | own
+            held.add(rows if held.is_made else rows[self._home[rows] != worker], worker)
+
+    def _rows_of(self, samples: Iterable[int]) -> Integers:
+        rows = self._rows[np.fromiter(samples, np.int64) - self._first]
+        assert (rows != NO_ROW).all(), "there is no data of a sample"
+        return rows
+
+    def _known(self, samples: Iterable[int]) -> Integers:
+        """Return those of some samples that are here, ascending."""
+        ids = np.unique(np.fromiter(samples, np.int64))
+        ids = ids[(ids >= self._first) & (ids < self._first + len(self._rows))]
+        known: Integers = ids[self._rows[ids - self._first] != NO_ROW]
+        return known
+
+    def _all_samples(self) -> Integers:
+        return np.flatnonzero(self._rows != NO_ROW) + self._first
+
+    def _widen(self, sample: int) -> None:
+        """Let the table of rows begin before the first sample, and end after the last one."""
+        samples = self._all_samples()
+        rows = self._rows_of(samples)
+        covered = np.append(samples, sample)
+        first, last = int(covered.min()), int(covered.max())
+        margin = max(64, last - first)  # so that this is rare, and older samples may follow
+        self._first = max(0, first - margin)
+        self._rows = np.full(last + 1 + margin - self._first, NO_ROW, np.int32)
+        self._rows[samples - self._first] = rows
+
+    def _all_held(self) -> list[_Held]:
+        return list(dict.fromkeys(self._held.values()))
+
+    def _grow(self) -> None:
+        """Double the number of rows."""
+        num_rows = len(self._home)
+        added = max(64, num_rows)
+        self._free.extend(range(num_rows, num_rows + added))
+        self._home, self._length = np.pad(self._home, (0, added)), np.pad(self._length, (0, added))
+        for held in self._all_held():
+            held.workers = np.pad(held.workers, ((0, added), (0, 0)), constant_values=NO_WORKER)
 
     def _together(self, fields: Iterable[str], *, is_made: bool) -> list[_Held]:
         """Return the places of these fields and of no others. `is_made` is that of fields not known yet."""
         fields = frozenset(fields)
-        for held in self._distinct(map(self._held.get, fields)):
+        for held in dict.fromkeys(self._held[name] for name in fields if name in self._held):
             members = {name for name, other in self._held.items() if other is held}
             if not members <= fields:
-                apart = _Held(held.is_made, dict(held.workers))
+                apart = _Held(held.is_made, held.workers.copy())
                 self._held.update(dict.fromkeys(members & fields, apart))
         if new := fields - self._held.keys():
-            self._held.update(dict.fromkeys(new, _Held(is_made, {})))
-        return self._distinct(map(self._held.get, fields))
+            nowhere = np.full((len(self._home), 0), NO_WORKER, np.int32)
+            self._held.update(dict.fromkeys(new, _Held(is_made, nowhere)))
+        return list(dict.fromkeys(self._held[name] for name in fields))
 
-    @staticmethod
-    def _distinct(held: Iterable[_Held | None]) -> list[_Held]:
-        return [one for one in dict.fromkeys(held) if one is not None]
-
-    def _singleton(self, worker: int) -> frozenset[int]:
-        if worker not in self._singletons:
-            self._singletons[worker] = frozenset((worker,))
-        return self._singletons[worker]
-
-    def _by_worker(self, samples: Iterable[int], places: Iterable[_Held]) -> dict[int, list[int]]:
+    def _by_worker(self, samples: Integers, places: Iterable[_Held]) -> dict[int, list[int]]:
         """Return home workers and other holders, each with the samples that it holds, ascending."""
-        found: dict[int, list[int]] = defaultdict(list)
-        maps = [held.workers for held in places]
-        for sample in sorted(samples):
-            home = self._home.get(sample)
-            workers = set() if home is None else {home}
-            for place in maps:
-                workers |= place.get(sample, _NO_WORKERS)
-            for worker in workers:
-                found[worker].append(sample)
-        return dict(found)
-
-
-def _with_homes(held: _Held, homes: Mapping[int, frozenset[int]]) -> Mapping[int, frozenset[int]]:
-    """Return the holders of fields, of the samples in `homes`."""
-    workers = held.workers
-    if workers.keys().isdisjoint(homes):
-        return homes
-    if held.is_made:
-        return {sample: workers[sample] for sample in homes if sample in workers}
-    return {sample: workers.get(sample, home) for sample, home in homes.items()}
+        rows = self._rows_of(samples)
+        workers = np.concatenate((self._home[rows, None], *(held.workers[rows] for held in places)), axis=1)
+        number, column = np.nonzero(workers != NO_WORKER)
+        held = np.sort(workers[number, column].astype(np.int64) * len(samples) + number)
+        held = held[np.diff(held, prepend=-1) != 0]
+        found, starts = np.unique(held // max(1, len(samples)), return_index=True)
+        parts = np.split(samples[held % max(1, len(samples))], starts[1:])
+        return {worker: part.tolist() for worker, part in zip(found.tolist(), parts, strict=False)}

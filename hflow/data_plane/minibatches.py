@@ -10,11 +10,12 @@ import heapq
 import random
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
-from itertools import islice, starmap
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, islice, pairwise
 
-from hflow.data_plane.redistribute import FieldsByHolders, Holders, Shards, group_by_holders
+import numpy as np
+
+from hflow.data_plane.redistribute import Holders, Integers, Shards
 from hflow.planner.plan.rows import BatchCut, EdgeRule
 from hflow.shapes.layout import even_blocks
 
@@ -22,14 +23,12 @@ SLACK = 0.005
 """Fraction by which a rank may exceed the mean load for the sake of locality."""
 NUM_EXCHANGES_PER_RANK = 4
 NUM_SWAP_CANDIDATES = 64
-_NO_WORKERS: frozenset[int] = frozenset()
 
 
 def shards(
     rule: EdgeRule,
     cut: BatchCut | None,
     groups: Mapping[int, Sequence[int]],
-    tokens: Mapping[int, int],
     holders: Holders,
     *,
     seed: int,
@@ -41,8 +40,8 @@ def shards(
         rule: dp-heads, fields and policy of the node.
         cut: a train node's cut of its batch; None for other nodes, which process it as a whole.
         groups: group id -> its remaining samples.
-        tokens: sample -> tokens.
-        holders: the workers that have the rule's fields; samples stay where most data is, if balance permits.
+        holders: the samples' tokens, and the workers that have the rule's fields; samples stay where most
+            data is, if balance permits.
         seed: the run's seed.
         step: the step that the batch belongs to.
 
@@ -50,7 +49,7 @@ def shards(
         The samples of each rank. A minibatch of a rank may be empty, but all ranks have equally many.
     """
     minibatches = [tuple(sorted(groups))] if cut is None else cut_minibatches(list(groups), cut, seed, step)
-    split = [_split(rule, [groups[g] for g in minibatch], tokens, holders) for minibatch in minibatches]
+    split = [_split(rule, [groups[g] for g in minibatch], holders) for minibatch in minibatches]
     return tuple(tuple(ranks[dp] for ranks in split) for dp in range(len(rule.heads)))
 
 
@@ -107,114 +106,92 @@ def cut_minibatches(
     return tuple(tuple(sorted(shuffled[i] for i in block)) for block in blocks)
 
 
-class AssignmentUnit(NamedTuple):
-    """A unit that is assigned to a rank as a whole: a sample, or a group that must stay together."""
-
-    id: int
-    tokens: int
-
-
-def assign_units(
-    units: Sequence[AssignmentUnit], num_ranks: int, holders: Sequence[Set[int]]
-) -> tuple[tuple[int, ...], ...]:
+def assign_units(tokens: Sequence[int], num_ranks: int, holders: Mapping[int, Sequence[int]]) -> list[int]:
     """Assign units to ranks, moving as few tokens as balance permits. Deterministic.
 
+    A unit is what is assigned as a whole: a sample, or a group that must stay together.
     The limit of a rank is the heaviest load of the longest-first schedule (LPT: Graham, 1969), or the mean
     plus `SLACK` if that is more. No rank ends above the limit. Units stay with a holder up to the limit, the
     longest first, so that the units that must move are short and fill gaps well.
 
     Args:
-        units: units with distinct ids.
+        tokens: tokens of each unit.
         num_ranks: number of ranks.
-        holders: the ranks that hold the data of each unit.
+        holders: unit -> the ranks that hold its data, if any does.
 
     Returns:
-        For each rank the ids of its units, ascending.
+        The rank of each unit.
     """
-    tokens = [unit.tokens for unit in units]
-    keys = [(-unit.tokens, unit.id) for unit in units]
-    order = sorted(range(len(units)), key=keys.__getitem__)
-    limit = _load_limit([tokens[u] for u in order], num_ranks)
-    rank_of, loads = _assign_to_holders(order, tokens, holders, num_ranks, limit)
-    _assign_to_lightest([u for u in order if u not in rank_of], tokens, loads, rank_of)
-    _exchange(order, tokens, loads, rank_of, limit)
-    if max(loads) > limit:
-        rank_of = {}
-        _assign_to_lightest(order, tokens, [0] * num_ranks, rank_of)
-    ranks: list[list[int]] = [[] for _ in range(num_ranks)]
-    for u, rank in rank_of.items():
-        ranks[rank].append(units[u].id)
-    return tuple(tuple(sorted(ids)) for ids in ranks)
+    order = sorted(range(len(tokens)), key=tokens.__getitem__, reverse=True)
+    rank_of: dict[int, int] = {}
+    loads = [0] * num_ranks
+    _assign_to_lightest(order, tokens, loads, rank_of)
+    limit = max(max(loads), (1 + SLACK) * sum(tokens) / num_ranks)
+    if holders:
+        near, loads = _assign_to_holders(order, tokens, holders, num_ranks, limit)
+        _assign_to_lightest([u for u in order if u not in near], tokens, loads, near)
+        _exchange(order, tokens, loads, near, limit)
+        if max(loads) <= limit:
+            rank_of = near
+    return [rank_of[u] for u in range(len(tokens))]
 
 
-def _split(
-    rule: EdgeRule, groups: Sequence[Sequence[int]], tokens: Mapping[int, int], holders: Holders
-) -> tuple[tuple[int, ...], ...]:
-    """Split one minibatch by groups or by samples. The id of a unit is its first sample."""
+def _split(rule: EdgeRule, groups: Sequence[Sequence[int]], holders: Holders) -> tuple[tuple[int, ...], ...]:
+    """Split one minibatch by groups, in ascending order, or by samples."""
     if rule.policy == "single":
         return (tuple(sorted(sample for group in groups for sample in group)),)
-    samples = {sample: tokens[sample] for group in groups for sample in group}
-    members = (
-        {min(group): group for group in groups if group} if rule.by_group else {s: (s,) for s in samples}
-    )
+    samples = np.fromiter(chain.from_iterable(groups), np.int64)
+    if rule.by_group:
+        sizes = [len(group) for group in groups if group]
+        units = np.repeat(np.arange(len(sizes)), sizes)
+    else:
+        samples.sort()
+        units = np.arange(len(samples))
+    rows = holders.rows(samples)
+    tokens = np.bincount(units, holders.tokens[rows]).astype(np.int64).tolist()
+    ranks = np.array(assign_units(tokens, len(rule.heads), _best_ranks(rule, units, rows, holders)), np.int64)
+    rank_of = ranks[units]
+    ordered = samples[np.lexsort((samples, rank_of))].tolist()
+    ends = np.bincount(rank_of, minlength=len(rule.heads)).cumsum().tolist()
+    return tuple(tuple(ordered[start:end]) for start, end in pairwise((0, *ends)))
+
+
+def _best_ranks(rule: EdgeRule, units: Integers, rows: Integers, holders: Holders) -> dict[int, list[int]]:
+    """Return, for each unit, the ranks whose workers hold most of it, in tokens times fields."""
     ranks_of: dict[int, list[int]] = defaultdict(list)
     for dp, dp_head in enumerate(rule.heads):
         ranks_of[dp_head].append(dp)
-    best = _best_ranks(ranks_of, members.values(), tokens, group_by_holders(rule.fields, holders))
-    if not rule.by_group:
-        return assign_units(list(starmap(AssignmentUnit, samples.items())), len(rule.heads), best)
-    loads = [AssignmentUnit(first, sum(tokens[s] for s in group)) for first, group in members.items()]
-    return tuple(
-        tuple(sorted(sample for first in ids for sample in members[first]))
-        for ids in assign_units(loads, len(rule.heads), best)
-    )
-
-
-def _best_ranks(
-    ranks_of: Mapping[int, Sequence[int]],
-    units: Iterable[Sequence[int]],
-    tokens: Mapping[int, int],
-    field_groups: Sequence[FieldsByHolders],
-) -> list[frozenset[int]]:
-    """Return, for each unit, the ranks whose workers hold most of it, in tokens times fields."""
-    heads = frozenset(ranks_of)
-    maps = [(workers, len(fields)) for workers, fields in field_groups]
-    known: dict[frozenset[int], frozenset[int]] = {}
-    best = []
-    for unit in units:
-        weight: dict[int, int] = {}
-        for sample in unit:
-            size = tokens[sample]
-            for workers, num_fields in maps:
-                near = heads & workers.get(sample, _NO_WORKERS)
-                for worker in near:
-                    weight[worker] = weight.get(worker, 0) + size * num_fields
-        if len(weight) > 1:
-            max_weight = max(weight.values())
-            near = frozenset([worker for worker, w in weight.items() if w == max_weight])
-        else:
-            near = frozenset(weight)
-        if near not in known:
-            known[near] = frozenset(dp for worker in near for dp in ranks_of[worker])
-        best.append(known[near])
+    heads, pairs, weights = sorted(ranks_of), [], []
+    for group in holders.groups:
+        workers = group.workers[rows]
+        row, column = np.nonzero(np.isin(workers, heads))
+        pairs.append(units[row] * len(heads) + np.searchsorted(heads, workers[row, column]))
+        weights.append(holders.tokens[rows[row]] * len(group.fields))
+    keys, place = np.unique(np.concatenate(pairs or [units[:0]]), return_inverse=True)
+    if not len(keys):
+        return {}
+    weight = np.bincount(place, np.concatenate(weights))
+    unit, head = keys // len(heads), keys % len(heads)
+    starts = np.flatnonzero(np.diff(unit, prepend=-1))
+    most = np.repeat(np.maximum.reduceat(weight, starts), np.diff(starts, append=len(unit)))
+    best: dict[int, list[int]] = defaultdict(list)
+    for number, place in zip(unit[weight == most].tolist(), head[weight == most].tolist(), strict=True):
+        best[number] += ranks_of[heads[place]]
     return best
 
 
-def _load_limit(descending: Sequence[int], num_ranks: int) -> float:
-    loads = [0] * num_ranks
-    for size in descending:
-        heapq.heapreplace(loads, loads[0] + size)
-    return max(max(loads), (1 + SLACK) * sum(descending) / num_ranks)
-
-
 def _assign_to_holders(
-    order: Sequence[int], tokens: Sequence[int], holders: Sequence[Set[int]], num_ranks: int, limit: float
+    order: Sequence[int],
+    tokens: Sequence[int],
+    holders: Mapping[int, Sequence[int]],
+    num_ranks: int,
+    limit: float,
 ) -> tuple[dict[int, int], list[int]]:
     """Assign units to their least loaded holder up to the limit; units with several holders come last."""
     loads = [0] * num_ranks
     rank_of: dict[int, int] = {}
-    with_one = [u for u in order if len(holders[u]) == 1]
-    with_several = [u for u in order if len(holders[u]) > 1]
+    with_one = [u for u in order if u in holders and len(holders[u]) == 1]
+    with_several = [u for u in order if u in holders and len(holders[u]) > 1]
     for u in (*with_one, *with_several):
         load, rank = min((loads[rank], rank) for rank in holders[u])
         if load + tokens[u] <= limit:
@@ -227,13 +204,15 @@ def _assign_to_lightest(
     units: Sequence[int], tokens: Sequence[int], loads: list[int], rank_of: dict[int, int]
 ) -> None:
     """Assign each unit, in this order, to the rank with the smallest load."""
-    heap = [(load, rank) for rank, load in enumerate(loads)]
+    num_ranks = len(loads)
+    heap = [load * num_ranks + rank for rank, load in enumerate(loads)]
     heapq.heapify(heap)
     for u in units:
-        load, rank = heap[0]
-        rank_of[u] = rank
-        loads[rank] = load + tokens[u]
-        heapq.heapreplace(heap, (loads[rank], rank))
+        lightest = heap[0]
+        rank_of[u] = lightest % num_ranks
+        heapq.heapreplace(heap, lightest + tokens[u] * num_ranks)
+    for lightest in heap:
+        loads[lightest % num_ranks] = lightest // num_ranks
 
 
 def _exchange(

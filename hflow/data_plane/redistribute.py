@@ -6,27 +6,54 @@ the executor in every step.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.rows import EdgeRule
 
-Holders = Mapping[str, Mapping[int, frozenset[int]]]
-"""Field (`stream/field`) -> sample -> workers whose stores have it."""
+NO_WORKER = -1
+NUM_CHOICES = 128
+"""How often the workers that send least are chosen anew, for all samples of a node."""
 
-FieldsByHolders = tuple[Mapping[int, frozenset[int]], list[str]]
-"""A mapping of samples to the workers that have them, and the fields for which it holds."""
+Integers = NDArray[np.signedinteger]
+
+
+@dataclass(frozen=True, eq=False)
+class FieldHolders:
+    """Fields that the same workers hold."""
+
+    fields: tuple[str, ...]
+    """`stream/field` names."""
+    workers: Integers
+    """[samples, most holders of one]: the workers whose stores have them, and `NO_WORKER` in other places."""
+
+
+@dataclass(frozen=True, eq=False)
+class Holders:
+    """The samples of a batch, and the workers that have their fields."""
+
+    samples: Integers
+    """[samples]: ids, ascending."""
+    tokens: Integers
+    """[samples]"""
+    groups: tuple[FieldHolders, ...]
+
+    def rows(self, samples: Integers) -> Integers:
+        """Return the rows of samples."""
+        return np.searchsorted(self.samples, samples)
+
 
 Shards = tuple[tuple[tuple[int, ...], ...], ...]
 """dp index -> minibatches -> sample ids, ascending. A node that does not train has one minibatch."""
 
-_NO_WORKERS: frozenset[int] = frozenset()
 
-
-@dataclass(frozen=True)
-class Move:
+class Move(NamedTuple):
     """Fields of samples that one worker pulls from another worker's store."""
 
     src: int
@@ -45,70 +72,101 @@ def redistribute(
     holder on the dp-head's machine if there is one, and among these the one that sends least so far. Fields
     with the same source, destination and samples share one move.
 
+    What each worker sends is counted in fields, first for all samples without a choice. It is counted anew
+    after each of `NUM_CHOICES` parts of the other samples: of few samples, after each.
+
     Args:
         rule: fields and dp-heads of the consumer.
         assignment: the samples of each dp rank.
         holders: the workers that have the fields now; every sample of the assignment has a holder.
         cluster: says which workers share a machine.
     """
-    num_workers, per_machine = cluster.num_devices, cluster.devices_per_node
-    order = list(range(num_workers))
-    """Worker -> what it sends times `num_workers`, plus its number. The least is the one to pull from."""
-    samples_of: dict[tuple[int, int, tuple[str, ...]], list[int]] = defaultdict(list)
-    field_groups = group_by_holders(rule.fields, holders)
-    numbered = [(number, workers) for number, (workers, _) in enumerate(field_groups)]
-    fields_of = _JoinedFields(fields for _, fields in field_groups)
-    for dst, samples in _samples_by_head(rule, assignment):
-        first = dst - dst % per_machine
-        on_machine = frozenset(range(first, first + per_machine))
-        for sample in samples:
-            missing: dict[frozenset[int], tuple[int, ...]] = {}
-            """Workers that have some of the field groups that `dst` lacks -> numbers of these groups."""
-            for number, workers in numbered:
-                sources = workers.get(sample, _NO_WORKERS)
-                if dst not in sources:
-                    missing[sources] = (*missing.get(sources, ()), number)
-            pulled: dict[int, tuple[int, ...]] = {}
-            for sources, numbers in missing.items():
-                assert sources, f"no worker holds {', '.join(fields_of[numbers])} of sample {sample}"
-                if len(sources) == 1:
-                    (src,) = sources
-                else:
-                    src = min(sources & on_machine or sources, key=order.__getitem__)
-                order[src] += num_workers * len(fields_of[numbers])
-                pulled[src] = (*pulled.get(src, ()), *numbers)
-            for src, numbers in pulled.items():
-                samples_of[src, dst, fields_of[numbers]].append(sample)
+    samples, dsts = _reads(rule, assignment)
+    rows, groups = holders.rows(samples), holders.groups
+    nowhere = np.full((0, max((1, *(group.workers.shape[1] for group in groups)))), NO_WORKER)
+    lacking, options = [np.arange(0)], [nowhere]
+    for group in groups:
+        workers = group.workers[rows]
+        lacks = np.flatnonzero((workers != dsts[:, None]).all(axis=1))
+        workers = workers[lacks]
+        has = workers != NO_WORKER
+        is_near = has & (workers // cluster.devices_per_node == dsts[lacks, None] // cluster.devices_per_node)
+        has &= is_near | ~is_near.any(axis=1, keepdims=True)
+        missing = samples[lacks[~has.any(axis=1)]]
+        assert not len(missing), f"no worker holds {', '.join(group.fields)} of sample {missing[0]}"
+        width = ((0, 0), (0, nowhere.shape[1] - workers.shape[1]))
+        lacking.append(lacks)
+        options.append(np.pad(np.where(has, workers, NO_WORKER), width, constant_values=NO_WORKER))
+    number = np.repeat(np.arange(len(groups)), [len(lacks) for lacks in lacking[1:]])
+    num_fields = np.array([len(group.fields) for group in groups], np.int64)[number]
+    src = _choose(np.concatenate(options), num_fields, cluster.num_devices)
+    return _join(samples, dsts, np.concatenate(lacking), src, number, [group.fields for group in groups])
+
+
+def _reads(rule: EdgeRule, assignment: Shards) -> tuple[Integers, Integers]:
+    """Return the samples that dp-heads read, and these dp-heads. Several ranks may share a dp-head."""
+    parts = [list(chain.from_iterable(minibatches)) for minibatches in assignment]
+    samples = np.fromiter(chain.from_iterable(parts), np.int64)
+    dsts = np.repeat(np.asarray(rule.heads, np.int64), [len(part) for part in parts])
+    order = np.lexsort((samples, dsts))
+    samples, dsts = samples[order], dsts[order]
+    is_new = np.ones(len(order), bool)
+    is_new[1:] = (np.diff(samples) != 0) | (np.diff(dsts) != 0)
+    return samples[is_new], dsts[is_new]
+
+
+def _choose(options: Integers, num_fields: Integers, num_workers: int) -> Integers:
+    """Return the worker of each row that has sent least, and the first of several."""
+    options = np.sort(np.where(options == NO_WORKER, num_workers, options), axis=1)
+    chosen = options[:, :1].copy()
+    has_choice = (options < num_workers).sum(axis=1) > 1
+    sent = np.append(np.zeros(num_workers), np.inf)
+    sent += np.bincount(chosen[~has_choice, 0], num_fields[~has_choice], num_workers + 1)
+    choices = np.flatnonzero(has_choice)
+    for first in range(min(NUM_CHOICES, len(choices))):
+        part = choices[first::NUM_CHOICES]  # samples of all dp-heads, which have other options
+        least = sent[options[part]].argmin(axis=1)[:, None]
+        chosen[part] = np.take_along_axis(options[part], least, axis=1)
+        sent += np.bincount(chosen[part, 0], num_fields[part], num_workers + 1)
+    return chosen[:, 0]
+
+
+def _join(
+    samples: Integers,
+    dsts: Integers,
+    read: Integers,
+    src: Integers,
+    number: Integers,
+    names: Sequence[tuple[str, ...]],
+) -> tuple[Move, ...]:
+    """Return the moves, sorted by source, destination and fields.
+
+    Args:
+        samples: the sample of each read.
+        dsts: the dp-head of each read.
+        read: number of the read, for each group of fields that its dp-head lacks.
+        src: the worker that sends these fields.
+        number: number of the group of fields.
+        names: the fields of each group.
+    """
+    if not len(read):
+        return ()
+    assert len(names) < 64, "a bit of 64 is a group of fields"
+    order = np.lexsort((src, read))
+    read, src = read[order], src[order]
+    starts = np.flatnonzero(np.diff(read, prepend=-1) | np.diff(src, prepend=-1))
+    read, src, sent = read[starts], src[starts], np.bitwise_or.reduceat(1 << number[order], starts)
+    kinds, kind = np.unique(sent, return_inverse=True)
+    fields = [tuple(sorted(chain(*(n for i, n in enumerate(names) if k >> i & 1)))) for k in kinds.tolist()]
+    by_fields = sorted(range(len(fields)), key=fields.__getitem__)
+    place = np.empty(len(fields), np.int64)
+    place[by_fields] = np.arange(len(fields))
+    columns = np.stack((src, dsts[read], place[kind]))
+    order = np.lexsort((samples[read], *columns[::-1]))
+    columns, ordered = columns[:, order], samples[read[order]].tolist()
+    starts = np.flatnonzero(np.diff(columns, axis=1, prepend=-1).any(axis=0))
+    ends = pairwise((*starts.tolist(), len(ordered)))
     return tuple(
-        Move(src, dst, tuple(samples), fields) for (src, dst, fields), samples in sorted(samples_of.items())
+        Move(src, dst, tuple(ordered[start:end]), fields[by_fields[number]])
+        for (start, end), src, dst, number in zip(ends, *columns[:, starts].tolist(), strict=True)
     )
-
-
-def group_by_holders(fields: Iterable[str], holders: Holders) -> list[FieldsByHolders]:
-    """Group fields that share one mapping of holders: most fields are where their samples were made."""
-    groups: dict[int, FieldsByHolders] = {}
-    for field in fields:
-        workers = holders[field]
-        groups.setdefault(id(workers), (workers, []))[1].append(field)
-    return list(groups.values())
-
-
-def _samples_by_head(rule: EdgeRule, assignment: Shards) -> list[tuple[int, list[int]]]:
-    """Return each dp-head with the samples assigned to it, ascending. Several ranks may share a dp-head."""
-    samples_of: dict[int, set[int]] = defaultdict(set)
-    for dp_head, minibatches in zip(rule.heads, assignment, strict=True):
-        samples_of[dp_head].update(*minibatches)
-    return [(dp_head, sorted(samples)) for dp_head, samples in sorted(samples_of.items())]
-
-
-class _JoinedFields(dict[tuple[int, ...], tuple[str, ...]]):
-    """Numbers of field groups -> all their fields, sorted."""
-
-    def __init__(self, groups: Iterable[list[str]]) -> None:
-        super().__init__()
-        self._groups = tuple(groups)
-
-    def __missing__(self, numbers: tuple[int, ...]) -> tuple[str, ...]:
-        fields = tuple(sorted(field for number in numbers for field in self._groups[number]))
-        self[numbers] = fields
-        return fields

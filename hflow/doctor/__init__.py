@@ -42,10 +42,6 @@ class OptionalPart:
     """Return the command that installs an extra."""
 
 
-def _transformer_engine_problem() -> str:
-    return install_problem(installed_transformer_engine())
-
-
 OPTIONAL_PARTS = (
     OptionalPart("serve", "hflow serve and the endpoint of a running policy", ("starlette", "uvicorn")),
     OptionalPart("agents", "agents that use the openai client", ("openai",)),
@@ -64,7 +60,7 @@ OPTIONAL_PARTS = (
         TE_PACKAGE,
         "layers of megatron models on CUDA, models.NAME.kernels",
         ("transformer_engine",),
-        _transformer_engine_problem,
+        lambda: install_problem(installed_transformer_engine()),
         kernel_install,
     ),
 )
@@ -153,7 +149,6 @@ def _check_optional(part: OptionalPart) -> Finding:
 
 
 def _versions(packages: Iterable[str]) -> str:
-    """Return the distributions that provide these packages."""
     names = [name for package in packages for name in packages_distributions().get(package, ())]
     return ", ".join(f"{name} {metadata.version(name)}" for name in dict.fromkeys(names)) or "installed"
 

@@ -8,12 +8,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hflow.data.batches.shared_prefix import PrefixSharing
+from hflow.models.attention_kernels import CAUSAL, Reach
 from hflow.models.packed_attention import PackedLayout, attend
 from hflow.types.kernels import AttentionKernel
 
 LENGTHS = (1, 7, 64, 129, 33)
 """Tokens of the sequences: of one token, within a block of a kernel, of whole blocks, and one more."""
 NUM_HEADS, NUM_KEY_HEADS, HEAD_SIZE = 8, 2, 64
+NUM_SHARED = 20
+"""Tokens with which the last sequences begin alike, where prompts are shared."""
+
+
+class AttentionCase(NamedTuple):
+    """What is computed. A mask from the wrong end of the keys shows only where queries are fewer."""
+
+    shares_prompts: bool = False
+    """Whether sequences have fewer queries than keys, as answers to one prompt in training."""
+    reach: Reach = CAUSAL
+
+
+CASES = {
+    "": AttentionCase(),
+    " of shared prompts": AttentionCase(True),
+    " in a window": AttentionCase(True, Reach(window=24)),
+}
+"""Cases by how their names end."""
 
 
 class AttentionError(NamedTuple):
@@ -25,40 +45,53 @@ class AttentionError(NamedTuple):
     """The largest of the gradients by queries, keys and values."""
 
 
-def attention_error(device: str, dtype: torch.dtype) -> AttentionError:
+def attention_error(device: str, dtype: torch.dtype, case: AttentionCase) -> AttentionError:
     """Compute attention of several sequences of different lengths with grouped queries.
-
-    Args:
-        device: `cpu` or `cuda`, the current one.
-        dtype: the dtype of queries, keys and values.
 
     Raises:
         RuntimeError: what torch raises where a kernel does not run.
     """
     generator = torch.Generator().manual_seed(0)
     heads = (NUM_HEADS, NUM_KEY_HEADS, NUM_KEY_HEADS)
-    drawn = [torch.randn(sum(LENGTHS), n, HEAD_SIZE, generator=generator).to(dtype) for n in heads]
-    upstream = torch.randn(sum(LENGTHS), NUM_HEADS, HEAD_SIZE, generator=generator).to(dtype)
-    layout = PackedLayout.of(np.array(LENGTHS), device, dtype)
+    sharing = _sharing(NUM_SHARED if case.shares_prompts else 0)
+    num_rows = len(sharing.token_of_row)
+    drawn = [torch.randn(num_rows, n, HEAD_SIZE, generator=generator).to(dtype) for n in heads]
+    upstream = torch.randn(num_rows, NUM_HEADS, HEAD_SIZE, generator=generator).to(dtype)
+    shared = sharing if case.shares_prompts else None
+    layout = PackedLayout.of(np.array(LENGTHS), device, dtype, shared)
     q, k, v = (x.to(device).requires_grad_() for x in drawn)
-    output = attend(q, k, v, layout, None)
+    output = attend(q, k, v, layout, None, case.reach)
     gradients = torch.autograd.grad(output, (q, k, v), upstream.to(device))
     exact_inputs = [x.double().requires_grad_() for x in drawn]
-    exact = _exact(*exact_inputs)
+    row_of_token, token_of_row = map(torch.from_numpy, (sharing.row_of_token, sharing.token_of_row))
+    whole_q, whole_k, whole_v = (x[row_of_token] for x in exact_inputs)
+    exact = _exact(whole_q, whole_k, whole_v, case.reach.window)[token_of_row]
     exact_gradients = torch.autograd.grad(exact, exact_inputs, upstream.double())
     errors = [_error(*pair) for pair in zip(gradients, exact_gradients, strict=True)]
     return AttentionError(layout.kernel, _error(output, exact), max(errors))
 
 
-def _exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _sharing(num_shared: int) -> PrefixSharing:
+    """Return the rows of the sequences where the last three begin with the same tokens."""
+    starts, tokens = np.cumsum(LENGTHS) - LENGTHS, np.arange(sum(LENGTHS))
+    owner = tokens.copy()
+    for start in starts[-2:]:
+        owner[start : start + num_shared] = np.arange(starts[-3], starts[-3] + num_shared)
+    token_of_row = np.flatnonzero(owner == tokens)
+    return PrefixSharing(token_of_row, np.searchsorted(token_of_row, owner))
+
+
+def _exact(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     """Return causal attention within each sequence: q `[T, H, d]`, k and v `[T, G, d]` -> `[T, H, d]`."""
     sequences = []
     for queries, keys, values in zip(*(x.split(LENGTHS) for x in (q, k, v)), strict=True):
         keys, values = (x.repeat_interleave(NUM_HEADS // NUM_KEY_HEADS, dim=1) for x in (keys, values))
         scores = torch.einsum("qhd,khd->hqk", queries, keys) / HEAD_SIZE**0.5
-        later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+        unseen = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+        if window is not None:
+            unseen |= ~unseen.new_ones(unseen.shape).triu(1 - window)
         sequences.append(
-            torch.einsum("hqk,khd->qhd", scores.masked_fill(later, -torch.inf).softmax(-1), values)
+            torch.einsum("hqk,khd->qhd", scores.masked_fill(unseen, -torch.inf).softmax(-1), values)
         )
     return torch.cat(sequences)
 

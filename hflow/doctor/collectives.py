@@ -21,11 +21,7 @@ _WRONG = "update NVIDIA's driver and NCCL; env.NCCL_P2P_DISABLE=1 avoids a broke
 
 
 def check_collectives(num_gpus: int) -> Iterator[Finding]:
-    """Check results and bandwidth of each kind of group that plans of these devices use.
-
-    Args:
-        num_gpus: GPUs to use; 0 for two CPU processes.
-    """
+    """Check results and bandwidth of each kind of group that plans of GPUs use; 0 for two CPU processes."""
     from hflow.doctor.rank_groups import measure_groups
 
     if num_gpus == 1:
@@ -36,6 +32,8 @@ def check_collectives(num_gpus: int) -> Iterator[Finding]:
         yield from map(group_finding, measured.times)
         if measured.memory is not None:
             yield memory_finding(measured.memory)
+        if measured.network:
+            yield Finding("collective", "network", True, measured.network, required=False)
     except RunError as error:
         yield Finding("collective", "all", False, str(error), "NCCL_DEBUG=INFO shows what NCCL does")
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from importlib.util import find_spec
+from itertools import product
 from operator import le
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -33,11 +33,13 @@ from hflow.types.kernels import (
 )
 from hflow.workers.real_devices import (
     BF16_CAPABILITY,
+    SHARED_MEMORY_FIX,
     build_problem,
     capability_of,
     cuda_problem,
     expandable_segments,
     flash_problems,
+    shared_memory,
 )
 
 if TYPE_CHECKING:
@@ -86,7 +88,7 @@ def check_gpus(gpus: Sequence[Gpu], wanted: int) -> Iterator[Finding]:
     yield from _check_kernels(wanted)
     yield from check_listed_gpus(gpus, wanted)
     yield from check_allocator(os.environ)
-    yield check_shared_memory(shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0)
+    yield check_shared_memory(shared_memory() or 0)
     yield check_host_memory(machine_memory(), gpus[:wanted])
 
 
@@ -168,19 +170,19 @@ def check_attention(device: str) -> Iterator[Finding]:
     """Compare what the attention kernels of a device compute, forward and backward, with float64."""
     import torch
 
-    from hflow.doctor.attention_check import attention_error
+    from hflow.doctor.attention_check import CASES, attention_error
 
-    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    for dtype, case in product(dtypes, CASES):
+        name = f"attention {dtype}{case}"
         try:
-            error = attention_error(device, dtype)
+            error = attention_error(device, dtypes[dtype], CASES[case])
         except (BackendError, RuntimeError) as problem:
-            yield Finding("kernel", f"attention {name}", False, str(problem).splitlines()[0], _ATTENTION_FIX)
+            yield Finding("kernel", name, False, str(problem).splitlines()[0], _ATTENTION_FIX)
             continue
-        is_right = max(error.output, error.gradient) <= MAX_ATTENTION_ERROR[name]
+        is_right = max(error.output, error.gradient) <= MAX_ATTENTION_ERROR[dtype]
         detail = f"{error.kernel}: output and gradient differ from float64 by {error.output:.1g} and "
-        yield Finding(
-            "kernel", f"attention {name}", is_right, f"{detail}{error.gradient:.1g}", _ATTENTION_FIX
-        )
+        yield Finding("kernel", name, is_right, f"{detail}{error.gradient:.1g}", _ATTENTION_FIX)
 
 
 def check_layers(device: str) -> Iterator[Finding]:
@@ -224,7 +226,7 @@ def _layer_findings(device: str, version: str, recipe: Fp8Recipe | None) -> Iter
 def check_shared_memory(num_bytes: int) -> Finding:
     """Check the size of /dev/shm, which containers limit."""
     enough = num_bytes >= MIN_SHARED_GIB * GIB
-    fix = f"make it {MIN_SHARED_GIB} GiB or more: docker run --shm-size, or an emptyDir of medium Memory"
+    fix = f"make it {MIN_SHARED_GIB} GiB or more: {SHARED_MEMORY_FIX}"
     return Finding("host", "/dev/shm", enough, f"{format_gib(num_bytes)}", fix)
 
 

@@ -125,7 +125,7 @@ def _results(settings: ModelSettings) -> tuple[Tensor, dict[str, Tensor]]:
     found: list[Tensor] = []
 
     def loss(of: StageTokens, hidden: Tensor) -> Tensor:
-        logits = stage.output_matrix.logits(hidden)[:, : stage.shape.vocab].float()
+        logits = stage.logits(hidden).whole()[:, : stage.shape.vocab].float()
         found.append(logits.detach())
         generator = torch.Generator().manual_seed(1)
         return (logits * torch.randn(logits.shape, generator=generator).to(logits.device)).sum()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -125,14 +126,12 @@ class MeasuredGroups:
     """Smaller groups first."""
     memory: RuntimeMemory | None
     """None on CPUs."""
+    network: str = ""
+    """The network interfaces that NCCL has chosen, in its words; empty on CPUs."""
 
 
 def measure_groups(kind: str, num: int) -> MeasuredGroups:
-    """Return the times of the groups that plans of some devices use.
-
-    Args:
-        kind: `cuda`, or `cpu`, where a device is a process.
-        num: devices of this machine to use, at least 2.
+    """Return the times of the groups that plans of 2 or more devices use; with `cpu`, a device is a process.
 
     Raises:
         RunError: if processes fail, or do not end.
@@ -149,7 +148,13 @@ def measure_groups(kind: str, num: int) -> MeasuredGroups:
     memory = None
     if found["runtime_bytes"] is not None:
         memory = RuntimeMemory(len(rows), found["runtime_bytes"], _planned_bytes(rows, num, hardware))
-    return MeasuredGroups(tuple(_times(row, NUM_BYTES[kind], hardware) for row in rows), memory)
+    times = tuple(_times(row, NUM_BYTES[kind], hardware) for row in rows)
+    return MeasuredGroups(times, memory, network_in(found["log"]))
+
+
+def network_in(log: str) -> str:
+    """Return the lines of NCCL's log about the network interfaces that it uses."""
+    return "; ".join(dict.fromkeys(re.findall(r"NCCL INFO ((?:Bootstrap|NET/\w+) ?: Using .*\S)", log)))
 
 
 def _planned_bytes(rows: Sequence[Mapping[str, Any]], num: int, hardware: Hardware | None) -> int | None:
@@ -211,32 +216,39 @@ def _measure_rank(rank: int, num: int, kind: str, address: str, names: Sequence[
     """Join all groups as one rank, try and time them; rank 0 writes the results."""
     if is_gpu(kind):
         os.environ["CUDA_VISIBLE_DEVICES"] = names[rank]  # a worker's process sees one GPU
+        if rank == 0 and "NCCL_DEBUG" not in os.environ:
+            os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"{file}.log"}
     else:
         torch.set_num_threads(1)
     replicas = [_replica(block) for size in group_sizes(num) for block in _blocks(num, size)]
     groups = ProcessGroups(ProcessRank(rank, tuple(range(num)), address), replicas, kind, TIMEOUT)
+    # All ranks exchange through a measured group: that of the world would have a communicator besides.
+    whole = groups.group(replicas[-1])
+    assert whole is not None, "the last replica has all ranks"
     found: dict[tuple[tuple[int, ...], ...], tuple[ProcessGroup, list[str]]] = {}
-    for name, group in _groups_of(rank, replicas, groups, kind):
+    for name, group in _groups_of(rank, replicas, groups, whole, kind):
         members: list[tuple[int, ...]] = [()] * num
-        dist.all_gather_object(members, tuple(dist.get_process_group_ranks(group)))
+        dist.all_gather_object(members, tuple(dist.get_process_group_ranks(group)), group=whole)
         kinds = found.setdefault(tuple(sorted(set(members))), (group, []))[1]
         kinds.append(name)
     rows = [
-        {"kinds": kinds, "ranks": ranks, "operations": _operations(group, kind)}
+        {"kinds": kinds, "ranks": ranks, "operations": _operations(group, whole, kind)}
         for ranks, (group, kinds) in found.items()
     ]
-    runtime_bytes = _largest_runtime(num) if is_gpu(kind) else None
+    runtime_bytes = _largest_runtime(whole) if is_gpu(kind) else None
     if rank == 0:
-        Path(file).write_text(json.dumps({"rows": rows, "runtime_bytes": runtime_bytes}))
-    dist.barrier()
+        log = Path(f"{file}.log")
+        text = log.read_text(errors="replace") if log.exists() else ""
+        Path(file).write_text(json.dumps({"rows": rows, "runtime_bytes": runtime_bytes, "log": text}))
+    dist.barrier(whole)
     leave_process_groups()
 
 
-def _largest_runtime(num: int) -> int:
+def _largest_runtime(whole: ProcessGroup) -> int:
     """Return the bytes of the GPUs' memory that torch has not allocated, on the rank with the most."""
     free, total = torch.cuda.mem_get_info()
-    taken = [0] * num
-    dist.all_gather_object(taken, total - free - torch.cuda.memory_reserved())
+    taken = [0] * whole.size()
+    dist.all_gather_object(taken, total - free - torch.cuda.memory_reserved(), group=whole)
     return max(taken)
 
 
@@ -273,15 +285,13 @@ def _replica(workers: tuple[int, ...]) -> Replica:
 
 
 def _groups_of(
-    rank: int, replicas: Sequence[Replica], groups: ProcessGroups, kind: str
+    rank: int, replicas: Sequence[Replica], groups: ProcessGroups, whole: ProcessGroup, kind: str
 ) -> Iterator[tuple[str, ProcessGroup]]:
     """Yield the kind and the process group of each group that this rank is in."""
     for replica in replicas:
         group = groups.group(replica)
         if rank in replica.workers and group is not None:
             yield REPLICA, group
-    whole = groups.group(replicas[-1])
-    assert whole is not None, "the last replica has all ranks"
     num = whole.size()
     made = RankGroups(whole)
     for layout in replicate_layouts(num):
@@ -300,7 +310,7 @@ def _groups_of(
             yield axis, getattr(state.groups, _MEGATRON_NAMES[axis])
 
 
-def _operations(group: ProcessGroup, kind: str) -> list[dict[str, object]]:
+def _operations(group: ProcessGroup, all_ranks: ProcessGroup, kind: str) -> list[dict[str, object]]:
     """Try and time each operation in a group, while the other ranks do so in theirs."""
     size = group.size()
     num = NUM_BYTES[kind] // 4 // size * size
@@ -309,9 +319,9 @@ def _operations(group: ProcessGroup, kind: str) -> list[dict[str, object]]:
     whole, part = torch.zeros(num, device=device), torch.zeros(num // size, device=device)
     works: list[Callable[[], object]] = [*ring_collectives(whole, part, group)]
     works.append(partial(send_around, whole, torch.empty_like(whole), group))
-    seconds = [collective_seconds(work, kind, NUM_TIMES) for work in works]
-    everywhere: list[tuple[list[bool], list[float]]] = [([], [])] * dist.get_world_size()
-    dist.all_gather_object(everywhere, (is_right, seconds))
+    seconds = [collective_seconds(work, kind, NUM_TIMES, all_ranks) for work in works]
+    everywhere: list[tuple[list[bool], list[float]]] = [([], [])] * all_ranks.size()
+    dist.all_gather_object(everywhere, (is_right, seconds), group=all_ranks)
     return [
         asdict(
             OperationTime(

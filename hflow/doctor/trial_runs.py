@@ -18,10 +18,11 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+from hflow.base.shipped import find_recipe
 from hflow.doctor.finding import Finding
 from hflow.planner.models.descriptors import TrialRun, descriptor
 from hflow.planner.plan.channels import CHANNELS, channel_kind
-from hflow.planner.plan.hardware import GIB
+from hflow.planner.plan.hardware import GIB, Device
 from hflow.planner.plan.traits import BACKENDS, ENGINES, first_with
 from hflow.processes.child import import_path
 
@@ -97,28 +98,37 @@ def _channel_trials() -> Iterator[TrialRun]:
             yield TrialRun(kind.name, kind.trial, apart, 2, 2)
 
 
-def try_runs(num_gpus: int, memory_gib: float | None) -> Iterator[Finding]:
-    """Yield the result of each run on the GPUs of this machine, or on two CPU processes.
+def trial_device() -> Device | None:
+    """Return the figures with which runs on the GPUs of this machine are planned; None if there are none."""
+    from hflow.profiling.calibrate import similar_device
 
-    Args:
-        num_gpus: GPUs to use; 0 for CPUs.
-        memory_gib: memory of one GPU.
+    return similar_device(find_recipe(TrialRun.recipe))
+
+
+def try_runs(num_gpus: int, memory_gib: float | None, device: Device | None) -> Iterator[Finding]:
+    """Yield the result of each run on GPUs with `memory_gib` each; 0 GPUs for two CPU processes.
+
+    `device` has the figures of one GPU (`trial_device`); None: there are none.
     """
     for run in trial_runs():
-        reason = _obstacle(run, num_gpus, memory_gib)
+        reason = _obstacle(run, num_gpus, memory_gib, device)
         if reason is not None:
             yield Finding("trial", run.name, False, f"{run.purpose}: not checked, {reason}", required=False)
         else:
-            yield _try(run, num_gpus, memory_gib)
+            yield _try(run, num_gpus, memory_gib, device)
 
 
-def _obstacle(run: TrialRun, num_gpus: int, memory_gib: float | None) -> str | None:
+def _obstacle(run: TrialRun, num_gpus: int, memory_gib: float | None, device: Device | None) -> str | None:
     if num_gpus == 0 and not run.on_cpu:
         return "it needs a GPU"
+    if num_gpus and device is None:
+        return "hflow has no figures of a GPU with this compute capability"
     if 0 < num_gpus < run.min_devices:
         return f"it needs {run.min_devices} GPUs"
     if num_gpus and (memory_gib or 0.0) < run.min_memory_gib:
         return f"it needs a GPU with {run.min_memory_gib:.0f} GiB"
+    if device is not None and run.precision not in (None, *device.tflops):
+        return f"it needs a GPU that computes in {run.precision}"
     if run.package is not None and find_spec(run.package) is None:
         return f"{run.package} is not installed"
     if max(run.min_devices, run.num_devices or 1) > 1 and not _has_ray():
@@ -131,14 +141,16 @@ def _has_ray() -> bool:
     return find_spec("ray") is not None
 
 
-def command(run: TrialRun, num_gpus: int, memory_gib: float | None, out: str) -> list[str]:
-    """Return the command of a run, whose results go to the directory `out`."""
+def command(
+    run: TrialRun, num_gpus: int, memory_gib: float | None, device: Device | None, out: str
+) -> list[str]:
+    """Return the command of a run, whose results go to the directory `out`; for the others see `try_runs`."""
     num = run.num_devices or (num_gpus or 2 if _has_ray() else 1)
     num -= num % run.multiple
-    # The figures of the kind of device only change what the plan estimates.
     cluster = [f"cluster=cpu-1x{num}"]
     if num_gpus:
-        cluster = [f"cluster=h100-1x{num}", f"device_memory_gib={memory_gib:.1f}"]
+        assert device is not None
+        cluster = [f"cluster={device.name}-1x{num}", f"device_memory_gib={memory_gib:.1f}"]
     values = {"n": num, "half": num // 2, "cache_gib": cache_that_fills(memory_gib or 0.0)}
     settings = [text.format(**values) for text in run.overrides]
     size = ["steps=2", f"batch={8 * num}", "nodes.eval_gen.after=1000", "data.heldout.limit=4"]
@@ -162,13 +174,13 @@ def cache_that_fills(memory_gib: float) -> float:
     return round((1 - LEFT_FREE) * memory_gib, 1)
 
 
-def _try(run: TrialRun, num_gpus: int, memory_gib: float | None) -> Finding:
+def _try(run: TrialRun, num_gpus: int, memory_gib: float | None, device: Device | None) -> Finding:
     with tempfile.TemporaryDirectory(prefix="hflow-doctor-") as temporary:
         started = time.monotonic()
         directories = [Path(temporary) / name for name in ("first", "second")[: 1 + run.is_repeated]]
         for directory in directories:
             directory.mkdir()
-            arguments = command(run, num_gpus, memory_gib, str(directory))
+            arguments = command(run, num_gpus, memory_gib, device, str(directory))
             if (problem := _execute(arguments, directory)) is not None:
                 return Finding("trial", run.name, False, f"{run.purpose}: {problem}", _fix(arguments))
         begin = f"{run.purpose}: {time.monotonic() - started:.0f} s"

@@ -30,9 +30,9 @@ class EngineSetup:
 
     settings: ModelSettings
     options: Mapping[str, Any] = field(default_factory=dict)
-    """`models.NAME.gen`: `max_running` and `max_model_len`. An engine that quantises has also `quantization`
-    or `cache_dtype`; one that merges adapters, `merges_adapters`; with a plan, one whose cache does not grow,
-    `cache_bytes`, those of each rank's cache."""
+    """`GenConfig.engine_options`, with `quantization` or `cache_dtype` if the engine quantises, and
+    `merges_adapters` if it merges adapters; with a plan, `cache_bytes`, those of each rank's cache, unless
+    that grows."""
     tokenizer: TextTokenizer | None = None
     """Decodes tokens to find stop strings; None: requests have none."""
     module: nn.Module | None = None

@@ -37,12 +37,7 @@ _LAST_LINES = 3
 
 
 class Host:
-    """A server, started at the first connection and again if it has ended. It ends with this process.
-
-    Args:
-        name: the adapter's, for messages.
-        settings: what it loads, and in which interpreter.
-    """
+    """A server, started at the first connection and again if it has ended. It ends with this process."""
 
     def __init__(self, name: str, settings: HostSettings) -> None:
         self._name = name
@@ -119,7 +114,9 @@ class Host:
             python = find_interpreter(settings.python, settings.requirements)
         except ConfigError as error:
             raise ConfigError(f"the {self._name} environment cannot start: {error}") from None
-        own = os.environ if python == sys.executable else _without_own_variables()
+        own = dict(os.environ)
+        if python != sys.executable:
+            own = {name: value for name, value in own.items() if name not in _OWN_VARIABLES}
         self._control, theirs = socket.socketpair()
         self._log = tempfile.TemporaryFile(prefix="hflow-environment-")  # noqa: SIM115 - until `_end`
         with theirs:
@@ -169,7 +166,6 @@ class Host:
         return _shown(reply["error"])
 
     def _last_lines(self) -> str:
-        """Return the last lines that the server has printed, in one line."""
         size = self._log.seek(0, os.SEEK_END)
         self._log.seek(max(0, size - (1 << 16)))
         lines = [line.strip() for line in self._log.read().decode(errors="replace").splitlines()]
@@ -186,14 +182,7 @@ class Host:
 
 
 class RemoteEnvironment:
-    """An environment in another process, as one episode uses it.
-
-    Args:
-        host: the server that was connected.
-        connection: a connection to it.
-        timeout: seconds that one call may take; None: no limit.
-        replay: how its calls are treated when the episode is replayed.
-    """
+    """An environment in another process, as one episode uses it; a call may take `timeout` seconds."""
 
     def __init__(self, host: Host, connection: Any, timeout: float | None, replay: Replay) -> None:
         self.replay: Replay = replay
@@ -311,10 +300,6 @@ def _format_end(code: int | None) -> str:
     with suppress(ValueError):
         return f"was killed by {signal.Signals(-code if code < 0 else code - 128).name}"
     return f"ended with exit code {code}"
-
-
-def _without_own_variables() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in _OWN_VARIABLES}
 
 
 def _shown(text: str) -> str:

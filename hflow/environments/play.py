@@ -23,15 +23,10 @@ class Played:
 
 
 async def play(engine: Engine, max_steps: int, **opening: Any) -> Played:
-    """Open an environment, and send it the model's replies until it ends.
+    """Open an environment by `open_environment`, and send it at most `max_steps` replies until it ends.
 
     Its session has the methods `message()`, the first message, and `step(reply)`, which returns `message`,
     `reward` (None: there is none), `is_end` and `is_action`.
-
-    Args:
-        engine: generates the replies.
-        max_steps: most replies.
-        **opening: the arguments of `open_environment`.
     """
     game: Any = await engine.environment(open_environment, **opening)
     first = await engine.call(game.call, method="message")

@@ -40,15 +40,7 @@ Prompt = str | Sequence[Mapping[str, Any]] | Trajectory
 class EpisodeEngine:
     """The `hflow.types.Engine` of one sample and one model.
 
-    Args:
-        driver: drives the engine that generates.
-        tokenizer: the model's.
-        params: the node's sampling parameters; the tokenizer's stop tokens are added to `stop_ids`.
-        seed: the sample's, see `sample_seed`.
-        effects: the episode's.
-        model: name of the model.
-        format_name: how tool calls are written, the node's `tool_format`.
-        server: the worker's server for endpoints; None: `endpoint` cannot be called.
+    The tokenizer's stop tokens are added to those of `params`. Without a server, `endpoint` cannot be called.
     """
 
     def __init__(
@@ -82,20 +74,10 @@ class EpisodeEngine:
         images: Sequence[Any] | None = None,
         on_part: Callable[[ReplyPart], None] | None = None,
     ) -> Trajectory:
-        """Generate one turn and return the trajectory with it.
+        """Generate one turn and return the trajectory with it, as `hflow.types.Engine.complete`.
 
-        Args:
-            prompt: a text, encoded as it is (or as a user's message, if a chat template describes the
-                tools); messages, encoded by the chat template; or a trajectory, all tokens of which
-                are kept, so that only its pending messages are encoded.
-            tools: functions that the model may call, or their JSON schemas, in this and later turns of the
-                trajectory; the trajectory's by default.
-            max_tokens: most tokens to generate in this turn; the node's by default.
-            stop: texts that end the turn; the node's by default. Their tokens remain in the
-                trajectory, but the completion ends before them.
-            images: images for the places that a prompt has for them, or in front of the user's last text.
-            on_part: called with tokens as they are drawn, and the text in front of tool calls that they make
-                certain. The last ones are only in the trajectory.
+        `on_part` is called with tokens as they are drawn, and the text in front of tool calls that they make
+        certain. The last ones are only in the trajectory.
 
         Raises:
             RecipeError: when the tools cannot be offered with this tokenizer.

@@ -77,7 +77,7 @@ class JournalRecorder:
 
     @property
     def interruption(self) -> str:
-        """How an episode that was interrupted before went on, in one line; empty if it was not."""
+        """How an episode that was interrupted before continued, in one line; empty if it was not."""
         if self.num_restarts:
             times = "once" if self.num_restarts == 1 else f"{self.num_restarts} times"
             return f"the episode was interrupted {times} and began again, as an environment is never replayed"

@@ -74,7 +74,7 @@ class RecordedEffects:
 
     @property
     def interruption(self) -> str:
-        """How an episode that was interrupted before went on, in one line; empty if it was not."""
+        """How an episode that was interrupted before continued, in one line; empty if it was not."""
         return self._recorder.interruption
 
     def finish(self) -> None:
@@ -107,16 +107,7 @@ class RecordedEffects:
         on_tokens: Callable[[DrawnTokens], None] | None = None,
         images: tuple[PlacedImage, ...] = (),
     ) -> GenerationResult:
-        """Generate tokens, except those that the journal has.
-
-        Args:
-            driver: drives the model's engine.
-            model: the model.
-            prompt_ids: tokens of the prompt.
-            params: how to sample.
-            on_tokens: the argument of `EngineDriver.submit`. Not called for recorded completions.
-            images: the images of the prompt.
-        """
+        """Generate tokens, except those that the journal has, for which `on_tokens` is not called."""
         index, entry = self._recorder.begin("complete", model, completion_request(prompt_ids, params, images))
         if entry.is_done:
             recorded: GenerationResult = entry.outcome
@@ -132,13 +123,9 @@ class RecordedEffects:
     async def call(
         self, model: str, tool: Function, arguments: Mapping[str, Any], failure: Callable[[str], str]
     ) -> Any:
-        """Run a tool, unless the journal has its result.
+        """Run a tool with arguments that JSON can hold, unless the journal has its result.
 
-        Args:
-            model: the model of the engine that was called.
-            tool: the function.
-            arguments: the call's arguments, which JSON can hold.
-            failure: makes the result of a tool that failed.
+        `failure` makes the result of a tool that failed.
 
         Raises:
             TypeError: for arguments or a result that JSON cannot hold.
@@ -271,11 +258,7 @@ class RecordedEffects:
 
 
 class EpisodeStatus:
-    """The state of one episode, which is also counted in the states of all episodes of the worker.
-
-    Args:
-        state_counts: state -> number of episodes in it.
-    """
+    """The state of one episode, also counted in `state_counts`: state -> episodes of the worker in it."""
 
     def __init__(self, state_counts: Counter[EpisodeState]) -> None:
         self.state = EpisodeState.PENDING

@@ -31,10 +31,7 @@ def append_messages(
 ) -> Trajectory:
     """Append a trajectory's pending messages, whose tokens are `ids`. No earlier token is encoded again.
 
-    Args:
-        trajectory: the trajectory.
-        ids: the new tokens.
-        pixels: the images among them, placed in the whole sequence.
+    `pixels` are the images among the new tokens, placed in the whole sequence.
     """
     added = prompt_trajectory(ids, trajectory.pending)
     return dataclasses.replace(

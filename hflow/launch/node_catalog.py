@@ -121,7 +121,6 @@ def ready_settings() -> list[CatalogSetting]:
 
 
 def _key_options(cls: type) -> tuple[NodeOption, ...]:
-    """Return the keys of a part of the configuration."""
     meanings, default = field_meanings(cls), cls()
     return tuple(
         NodeOption(field.name, str(field.type), getattr(default, field.name), meanings[field.name])
@@ -141,10 +140,7 @@ def ready_nodes() -> list[CatalogNode]:
 
 
 def ready_node(name: str) -> CatalogNode | CatalogSetting:
-    """Return a ready node, an optimizer, or adapters.
-
-    Args:
-        name: with or without its module, such as `actor_train` or `nodes.actor_train`; `muon`, `lora`.
+    """Return a ready node, by its name with or without its module, an optimizer such as `muon`, or `lora`.
 
     Raises:
         RecipeError: if there is none.
@@ -170,11 +166,7 @@ def _last(name: str) -> str:
 
 
 def recipe_nodes(recipe: str | Path, name: str | None = None) -> list[CatalogNode]:
-    """Return the nodes of a recipe in its order, with the values of its configuration.
-
-    Args:
-        recipe: path of the recipe's Python file.
-        name: return only the node with this name; None: all.
+    """Return the nodes of a recipe in its order, or the one named, with the values of its configuration.
 
     Raises:
         RecipeError: for an error in the recipe, or if it has no such node.
@@ -193,7 +185,6 @@ def recipe_nodes(recipe: str | Path, name: str | None = None) -> list[CatalogNod
 
 
 def _with_values(node: CatalogNode, spec: NodeSpec, definition: Definition[..., Any]) -> CatalogNode:
-    """Return a node of a recipe with the values that its configuration gives it."""
     values = {**dict(spec.options), **spec.knob_values, "every": spec.every, "group": spec.group}
     body, place = definition.body, definition_location(definition.body)
     package, _, module = body.__module__.partition(".")

@@ -59,12 +59,7 @@ class NewRecipe:
 
 
 def new_recipe(name: str, directory: Path, *, chat: bool = False) -> NewRecipe:
-    """Write a shipped recipe, all files that it needs and a test to a directory.
-
-    Args:
-        name: the name of a shipped recipe, such as `grpo` or `custom/replay`.
-        directory: where to write; it is created if it does not exist.
-        chat: write the chat form of the recipe, whose prompts are messages.
+    """Write a shipped recipe, or its chat form, all files that it needs and a test to a directory.
 
     Raises:
         RecipeError: if there is no shipped recipe of this name.
@@ -112,7 +107,6 @@ def recipe_files(recipe: Path) -> list[Path]:
 
 
 def _chat_form(name: str) -> Path:
-    """Return the chat form of a recipe."""
     recipes, base_name = shipped_recipes(), name.removesuffix(CHAT)
     find_recipe(name)
     if base_name + CHAT in recipes:

@@ -39,10 +39,7 @@ class ResolvedTarget:
         return int(number) if number.isdigit() else None
 
     def require_run(self, *, or_checkpoint: bool = False) -> RunDirectory:
-        """Return the run that is named.
-
-        Args:
-            or_checkpoint: return also the run of a checkpoint that is named.
+        """Return the run that is named, or that of a checkpoint that is, if `or_checkpoint`.
 
         Raises:
             ConfigError: if something else is named.
@@ -159,7 +156,6 @@ def resolve(target: str, *, fetches_models: bool = False) -> ResolvedTarget:
 
 
 def _run_of(checkpoint: Path) -> RunDirectory | None:
-    """Return the run that has a directory among its checkpoints."""
     run = RunDirectory(checkpoint.parent.parent)
     return run if checkpoint.parent == run.checkpoints and run.plan.is_file() else None
 

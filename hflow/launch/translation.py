@@ -46,12 +46,10 @@ class Translation:
 
 
 def translate(file: Path, directory: Path, cluster: str | None = None) -> Translation:
-    """Write a configuration of another library as a recipe and its YAML.
+    """Write a configuration of another library as a recipe and its YAML to a directory, old or new.
 
-    Args:
-        file: a YAML file of verl (the whole configuration, or Hydra's list of overrides) or of TRL.
-        directory: where to write; it is created if it does not exist.
-        cluster: the devices, such as `h100-1x8`; None: what the file says of them.
+    The file is verl's (the whole configuration, or Hydra's list of overrides) or TRL's. `cluster` names the
+    devices, such as `h100-1x8`; None: what the file says of them.
 
     Raises:
         ConfigError: if the file cannot be read, if it is of none of these libraries, or if a file to be
@@ -124,7 +122,6 @@ def _resolve(tree: DictConfig, key: str, text: str) -> Any:
 
 
 def _override(text: Any, file: Path) -> tuple[str, Any]:
-    """Return key and value of an override of Hydra."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from hflow.base.errors import BackendError, nearest
 from hflow.config.schema import ALL_LINEAR
 from hflow.models.dtypes import DTYPES
-from hflow.models.expert_adapters import ExpertAdapter, add_expert_adapters, as_in_peft, experts_of
+from hflow.models.expert_adapters import add_expert_adapters, as_in_peft, experts_of
 from hflow.models.heads import head_prefix, save_head
 from hflow.models.hf_config import family_of
 from hflow.models.nf4 import Nf4Linear, rounded
@@ -286,11 +286,11 @@ def output_adapter(head: nn.Module) -> tuple[nn.Linear, OutputAdapter | None]:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Let a model compute without its adapters.
+    """Let a model of either backend compute without its adapters.
 
     peft's own method also turns gradients off, of parameters that FSDP has replaced meanwhile.
     """
-    layers = [*_adapted_layers(model), *(x for x in model.modules() if isinstance(x, ExpertAdapter))]
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
     for layer in layers:
         layer._disable_adapters = True
     try:
@@ -338,8 +338,8 @@ def write_adapter(
     config.save_pretrained(str(directory))
     if rounding is not None:
         (directory / ROUNDING_FILE).write_text(json.dumps(rounding) + "\n", encoding="utf-8")
-    saved = (as_in_peft(name, x, config.target_parameters or ()) for name, x in weights.items())
-    named = {f"base_model.model.{_file_name(name)}": x.contiguous() for name, x in saved}
+    saved = as_in_peft(weights, config.target_parameters or ())
+    named = {f"base_model.model.{_file_name(name)}": x.contiguous() for name, x in saved.items()}
     save_file(named, directory / ADAPTER_FILE, metadata={"format": "pt"})
     return [path for path in directory.iterdir() if path.is_file()]
 

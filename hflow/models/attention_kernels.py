@@ -160,7 +160,7 @@ def reaching_attention(
         v: values, as keys.
         scaling: factor of the scores; None for `d ** -0.5`.
         reach: what queries attend to.
-        mask: the additive mask `[L, M]` without windows and sinks, if L is less than M.
+        mask: the mask `[L, M]` without windows and sinks, as in `padded_attention`, if L is less than M.
     """
     (window, sinks), num, length = reach, q.shape[2], k.shape[2]
     if sinks is None and (window is None or window >= length):

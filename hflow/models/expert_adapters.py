@@ -11,7 +11,7 @@ token, R = U K rows, which are sorted by expert.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,31 +29,28 @@ _MODULE = "experts."
 
 
 class ExpertAdapter(nn.Module):
-    """The adapters of one parameter of experts, `[N, O, I]`: A is drawn, and B is 0."""
+    """The adapters of one parameter of experts, `[N, O, I]`."""
 
-    def __init__(self, shape: Sequence[int], r: int, scale: float) -> None:
-        """Allocate fp32 weights.
+    def __init__(self, a: Tensor, b: Tensor, scale: float) -> None:
+        """Take the weights.
 
         Args:
-            shape: the parameter's shape.
-            r: the adapters' rank.
+            a: `[N, r, I]`.
+            b: `[N, O, r]`.
             scale: the factor of the adapters' output.
         """
         super().__init__()
-        num_experts, num_outputs, num_inputs = shape
-        self.lora_A = nn.Parameter(torch.empty(num_experts, r, num_inputs))
-        self.lora_B = nn.Parameter(torch.zeros(num_experts, num_outputs, r))
-        nn.init.kaiming_uniform_(self.lora_A.detach().flatten(0, 1), a=math.sqrt(5))  # as peft does
+        self.lora_A, self.lora_B = nn.Parameter(a), nn.Parameter(b)
         self._scale = scale
         self._disable_adapters = False  # as peft's modules have it
 
-    def forward(self, x: Tensor, ends: Tensor, output: Tensor) -> Tensor:
+    def forward(self, x: Tensor, output: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Add the adapters' output to that of the matrices, in place.
 
         Args:
             x: `[R, I]`.
-            ends: int32 `[N]`, the row after the last one of each expert.
             output: `[R, O]`.
+            multiply: multiplies the rows of each expert by its matrix, `[R, I]`, `[N, O, I]` -> `[R, O]`.
         """
         if self._disable_adapters:
             return output
@@ -61,7 +58,15 @@ class ExpertAdapter(nn.Module):
         b: Tensor = self.lora_B
         if unused := -a.shape[1] % (_ALIGNMENT // a.element_size()):
             a, b = pad(a, (0, 0, 0, unused)), pad(b, (0, unused))
-        return output.add_(_grouped_linear(self._scale * _grouped_linear(x, a, ends), b, ends))
+        return output.add_(multiply(self._scale * multiply(x, a), b))
+
+
+def _drawn_adapter(shape: Sequence[int], r: int, scale: float) -> ExpertAdapter:
+    """Return new adapters of a parameter, in fp32: A is drawn as peft draws it, and B is 0."""
+    num_experts, num_outputs, num_inputs = shape
+    a = torch.empty(num_experts, r, num_inputs)
+    nn.init.kaiming_uniform_(a.flatten(0, 1), a=math.sqrt(5))
+    return ExpertAdapter(a, torch.zeros(num_experts, num_outputs, r), scale)
 
 
 def experts_of(model: nn.Module) -> list[Any]:
@@ -88,7 +93,7 @@ def add_expert_adapters(model: nn.Module, targets: Iterable[str], r: int, scale:
     names = [target.removeprefix(_MODULE) for target in EXPERT_TARGETS if target in set(targets)]
     for experts in experts_of(model) if names else ():
         experts.adapters = nn.ModuleDict(
-            {name: ExpertAdapter(getattr(experts, name).shape, r, scale) for name in names}
+            {name: _drawn_adapter(getattr(experts, name).shape, r, scale) for name in names}
         )
         experts.forward = partial(_forward, experts)
 
@@ -107,25 +112,40 @@ def _forward(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Te
     numbers = torch.arange(len(experts.gate_up_proj), device=chosen.device)
     ends = torch.searchsorted(chosen, numbers, right=True, out_int32=True)
 
-    def multiply(x: Tensor, name: str) -> Tensor:
-        output: Tensor = _grouped_linear(x, getattr(experts, name), ends)
-        return experts.adapters[name](x, ends, output) if name in experts.adapters else output
+    def multiply(x: Tensor, weight: Tensor) -> Tensor:
+        product: Tensor = _grouped_linear(x, weight, ends)
+        return product
 
-    activated = experts._apply_gate(multiply(hidden[order // per_token], "gate_up_proj"))
-    rows = multiply(activated, "down_proj") * weights.flatten()[order, None]
+    def adapted(x: Tensor, name: str) -> Tensor:
+        output = multiply(x, getattr(experts, name))
+        return experts.adapters[name](x, output, multiply) if name in experts.adapters else output
+
+    activated = experts._apply_gate(adapted(hidden[order // per_token], "gate_up_proj"))
+    rows = adapted(activated, "down_proj") * weights.flatten()[order, None]
     return rows[order.argsort()].view(len(index), per_token, -1).sum(1).to(hidden.dtype)
 
 
-def as_in_peft(name: str, x: Tensor, targets: Sequence[str]) -> tuple[str, Tensor]:
-    """Return an adapter's name and values as peft saves them: `[N r, I]`, or `[O, r N]`.
-
-    peft wraps the module once for each parameter, the first one innermost.
+def as_in_peft(weights: Mapping[str, Tensor], targets: Sequence[str]) -> dict[str, Tensor]:
+    """Return adapters as peft saves them: those of a parameter of experts as `[N r, I]` and `[O, r N]`.
 
     Args:
-        name: the adapter's name, such as `model.layers.0.mlp.experts.down_proj.lora_A.weight`.
-        x: `[N, r, I]` or `[N, O, r]`.
+        weights: adapters by name, `[N, r, I]` and `[N, O, r]` if they are those of experts. B of gates and B
+            of ups may be apart, as `stacked_views` yields them.
         targets: members of `EXPERT_TARGETS` that have adapters; adapters of others stay as they are.
     """
+    of_gate, of_up = (f".{_MODULE}{x}_proj.{B}" for x in ("gate", "up"))
+    named = {}
+    for name, x in weights.items():
+        if name.endswith(of_gate):
+            path = name.removesuffix(of_gate)
+            named[f"{path}.{EXPERT_TARGETS[0]}.{B}"] = torch.cat([x, weights[path + of_up]], 1)
+        elif not name.endswith(of_up):
+            named[name] = x
+    return dict(_as_in_peft(name, x, targets) for name, x in named.items())
+
+
+def _as_in_peft(name: str, x: Tensor, targets: Sequence[str]) -> tuple[str, Tensor]:
+    """Return its name and values. peft wraps a module once for each parameter, the first one innermost."""
     end = A if name.endswith(A) else B
     path = name.removesuffix(f".{end}")
     target = next((target for target in targets if path.endswith(f".{target}")), None)

@@ -20,7 +20,7 @@ token, N experts of a layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -154,8 +154,8 @@ class ExpertBalance:
     """All ranks of the replica; None for one."""
     divided_over: ProcessGroup | None = None
     """The ranks that divide the tokens of a micro-batch; None for one."""
-    biases: tuple[Tensor, ...] = ()
-    """`[N]` of each layer: what a router adds to scores before it chooses. All ranks hold them."""
+    biases: Mapping[int, Tensor] = field(default_factory=dict)
+    """Layer -> `[N]`, what its router adds to scores before it chooses, of each layer that the rank has."""
 
     @property
     def counts_first(self) -> bool:
@@ -232,7 +232,8 @@ class ExpertBalance:
     @torch.no_grad()
     def move_biases(self, total: Tensor) -> None:
         """Move each bias by `bias_rate`, up where an expert was chosen less often than the mean."""
-        for bias, chosen in zip(self.biases, total[:, : self.num_experts], strict=False):
+        for layer, bias in self.biases.items():
+            chosen = total[layer, : self.num_experts]
             bias += self.config.bias_rate * (chosen.mean() - chosen).sign()
 
 

@@ -68,25 +68,23 @@ def replayed_experts(batch: Batch, sharing: PrefixSharing | None, device: torch.
     return ReplayedExperts(to_tensor(rows, device), to_tensor(num_tokens, device))
 
 
-def choose_experts(
-    probabilities: Tensor, per_token: int, replayed: ReplayedExperts | None, layer: int
-) -> tuple[Tensor, Tensor]:
-    """Return the probabilities of each token's experts, and the experts: both `[U, K]`.
+def choose_experts(ranks: Tensor, per_token: int, replayed: ReplayedExperts | None, layer: int) -> Tensor:
+    """Return each token's experts: `[U, K]`.
 
     Args:
-        probabilities: the router's probabilities, `[U, N]`.
+        ranks: what the router ranks experts by, such as their probabilities, `[U, N]`.
         per_token: K.
-        replayed: the engine's choice; None: the K experts of the largest probabilities.
+        replayed: the engine's choice; None: the K experts of the largest ranks.
         layer: index among the L layers.
     """
-    chosen, own = probabilities.topk(per_token, dim=-1)
+    own = ranks.topk(per_token, dim=-1).indices
     if replayed is None:
-        return chosen, own
+        return own
     engine = replayed.index[:, layer * per_token : (layer + 1) * per_token].long()
     index = torch.where((replayed.num_tokens > 0)[:, None], engine, own)
     differs = (own.sort(-1).values != index.sort(-1).values).any(-1)
     replayed.num_rerouted[layer] = (differs * replayed.num_tokens).sum()
-    return probabilities.gather(-1, index), index
+    return index
 
 
 REPLAYED = "replayed_experts"
@@ -128,7 +126,8 @@ def _route(router: Any, number: int, own_forward: Callable[[Tensor], Routed], hi
         return own_forward(hidden)
     logits = linear(hidden.reshape(-1, router.hidden_dim), router.weight)
     probabilities = logits.softmax(-1, dtype=torch.float32)
-    chosen, index = choose_experts(probabilities, router.top_k, replayed, number)
+    index = choose_experts(probabilities, router.top_k, replayed, number)
+    chosen = probabilities.gather(-1, index)
     is_mixtral = not hasattr(router, "norm_topk_prob")  # its weights add up to 1, in fp32
     if is_mixtral or router.norm_topk_prob:
         chosen = chosen / chosen.sum(-1, keepdim=True)

@@ -18,10 +18,13 @@ import torch
 from torch import Tensor
 
 from hflow.shapes.architectures import EXPERT_FAMILIES, ExpertNames
+from hflow.shapes.model_shape import B
 
 _STACKED = re.compile(r"(.*\.mlp\.experts)\.(gate|up|down)_proj\.weight")
 _FUSED, _DOWN = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"
 """Ends of the names in transformers, `[N, 2F, D]` and `[N, D, F]`."""
+_FUSED_B = f"{_FUSED}.{B}"
+"""End of the name of the second matrices of adapters of gates and ups, `[N, 2F, r]`."""
 
 
 def file_names(family: str, name: str, num_experts: int) -> list[str]:
@@ -103,10 +106,11 @@ def stacked_views(family: str, named: Iterable[tuple[str, Tensor]]) -> Iterator[
         named: the experts' tensors by name, or parts of them that are whole on all axes but the first.
     """
     for name, tensor in named:
-        if family in EXPERT_FAMILIES and name.endswith(_FUSED):
-            path, (gate, up) = name.removesuffix("gate_up_proj"), tensor.detach().chunk(2, 1)
-            yield f"{path}gate_proj.weight", gate
-            yield f"{path}up_proj.weight", up
+        if family in EXPERT_FAMILIES and name.endswith((_FUSED, _FUSED_B)):
+            path, end = name.split("gate_up_proj")
+            gate, up = tensor.detach().chunk(2, 1)
+            yield f"{path}gate_proj{end or '.weight'}", gate
+            yield f"{path}up_proj{end or '.weight'}", up
         elif family in EXPERT_FAMILIES and name.endswith(_DOWN):
             yield f"{name}.weight", tensor
         else:

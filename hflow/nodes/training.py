@@ -587,12 +587,13 @@ def dpo(
 
     Source: Rafailov et al. 2023, "Direct preference optimization", equation 7.
     """
-    log_ratio = seqs.sum(out.logprobs - ref_logprobs)
-    chosen, rejected = seqs.members(beta * log_ratio)
+    log_ratio = out.logprobs - ref_logprobs
+    chosen, rejected = seqs.members(beta * seqs.sum(log_ratio))
+    mean_chosen, mean_rejected = seqs.members(seqs.mean(log_ratio))
     margin = chosen - rejected
     losses = {
         "sigmoid": lambda: algo.pairwise_loss(margin, label_smoothing),
-        "ipo": lambda: algo.ipo_loss(margin / beta, beta),
+        "ipo": lambda: algo.ipo_loss(mean_chosen, mean_rejected, beta),
         "hinge": lambda: algo.hinge_loss(margin),
         "robust": lambda: algo.robust_loss(margin, label_smoothing),
         "exo_pair": lambda: algo.exo_loss(margin, label_smoothing),

@@ -52,12 +52,7 @@ class ChildProcess:
         self.connection: Connection
 
     def start(self, environment: Mapping[str, str], arguments: Sequence[str] = ()) -> None:
-        """Start the process.
-
-        Args:
-            environment: variables besides those of this process.
-            arguments: arguments of the module, after the file descriptor.
-        """
+        """Start the process with more variables, and with arguments after the file descriptor."""
         ours, theirs = socket.socketpair()
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with theirs, self._log.open("ab") as log:

@@ -14,10 +14,9 @@ _ALLOWED_CORES = sorted(os.sched_getaffinity(0))
 
 
 def bind_cores(cores: range) -> None:
-    """Bind all present and future threads of this process to cores, and give torch as many threads.
+    """Bind all threads of this process, also future ones, to cores, and give torch as many threads.
 
-    Args:
-        cores: indices among the cores that the process may use; empty: nothing is bound.
+    Cores are indices among those that the process may use; with none, nothing is bound.
 
     Raises:
         RunError: when there are fewer cores.
@@ -37,13 +36,10 @@ def _bind_threads(cores: Collection[int]) -> None:
 
 
 def bind_to_socket(device: int) -> None:
-    """Bind all threads of this process, and the processes that it starts, to the cores beside its GPU.
+    """Bind all threads of this process, and processes that it starts, to the cores beside its GPU.
 
     Pinned memory is then on that socket too, so that copies and launches do not cross to another one. Nothing
     is bound where the system does not say which cores these are.
-
-    Args:
-        device: the GPU's index in this process.
     """
     import torch
 
@@ -53,12 +49,7 @@ def bind_to_socket(device: int) -> None:
 
 
 def socket_cores(properties: Any, devices: Path = Path("/sys/bus/pci/devices")) -> tuple[int, ...]:
-    """Return the cores beside a GPU that this process may use; none if they are not known.
-
-    Args:
-        properties: torch's properties of the GPU, with its place on the PCI bus.
-        devices: the system's directory of PCI devices.
-    """
+    """Return the cores beside a GPU, by its torch properties, that this process may use, as far as known."""
     try:
         bus = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
         ranges = (devices / bus / "local_cpulist").read_text(encoding="ascii").strip()
@@ -75,10 +66,7 @@ def allowed_cores() -> tuple[int, ...]:
 
 
 def bound_cores(cores: range) -> tuple[int, ...]:
-    """Return the system's numbers of cores.
-
-    Args:
-        cores: indices among the cores that this process could use when it started.
+    """Return the system's numbers of cores, by their indices among those that this process started with.
 
     Raises:
         RunError: when there are fewer cores.

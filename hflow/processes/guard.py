@@ -51,8 +51,7 @@ def guard_server(at_end: Sequence[str] = ()) -> None:
     Call it before the process has threads. SIGINT, SIGTERM and SIGHUP are ignored from now on: a terminal
     or a job scheduler sends them to all processes at once, and the worker decides what ends.
 
-    Args:
-        at_end: a command that the guard runs when all processes have ended, for what is no process below it.
+    `at_end` is a command that the guard runs when all processes have ended, for what is no process below it.
     """
     global _server_pid
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -80,11 +79,7 @@ def run_in_session() -> None:
 
 
 def children(parent: int | None = None) -> list[int]:
-    """Return the ids of the children of a process, those that became its children included.
-
-    Args:
-        parent: a process without threads; None: this one.
-    """
+    """Return the ids of the children, also adopted, of a process without threads (None: of this one)."""
     parent = os.getpid() if parent is None else parent
     with suppress(OSError):
         return [int(pid) for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]

@@ -22,10 +22,7 @@ def pickle_with_bodies(value: Any, bodies: Iterable[Callable[..., Any]], by_valu
     A recipe is loaded from its file, as a module that no other process can import. Functions of such modules
     are pickled by value, with the globals that they use.
 
-    Args:
-        value: what is pickled.
-        bodies: the bodies in it.
-        by_value: pickle their modules' functions by value in any case, for machines without these modules.
+    `by_value` pickles functions by value in any case, for machines without the bodies' modules.
 
     Raises:
         RunError: when these globals cannot be pickled, such as an open file or a lock.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import platform
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from hflow.base.errors import ConfigError
 from hflow.config import RunConfig
 from hflow.config.schema import GenConfig, ModelConfig
 from hflow.launch.planning.request import cluster_hardware, installed_versions, known_devices
+from hflow.launch.planning.this_machine import device_of_product
 from hflow.planner.forecast.cost.collectives import RankPlacement
 from hflow.planner.forecast.cost.flops import Work, work_of
 from hflow.planner.forecast.cost.generation import decode_step
@@ -129,11 +131,7 @@ def measure_hardware(
 
 
 def layer_times(backend: str, kind: str) -> list[LayerTime]:
-    """Return the seconds of some layers on the device at hand, beside those that plans count with.
-
-    Args:
-        backend: name of a training backend.
-        kind: `cuda` or `cpu`.
+    """Return the seconds of some layers on the device at hand, by kind, beside those that plans count with.
 
     Raises:
         ConfigError: if no hardware file is for the device.
@@ -150,19 +148,40 @@ def layer_times(backend: str, kind: str) -> list[LayerTime]:
     return times
 
 
-def device_at_hand() -> str:
+def device_at_hand(recipe: Path = Path("recipe.py")) -> str:
     """Return the name in the hardware files of what CUDA calls its first device; `cpu` without one.
+
+    Args:
+        recipe: a recipe's file; a user's hardware files are beside it.
 
     Raises:
         ConfigError: if no file is for this device.
     """
     if not torch.cuda.is_available():
         return "cpu"
-    called = torch.cuda.get_device_name(0).lower().replace(" ", "-")
-    names = [name for name in known_devices(Path("recipe.py")) if name.split("-")[0] in called]
-    if not names:
-        raise ConfigError(f"no hardware file is for {called!r}; name one with --device, or write one")
-    return max(names, key=lambda name: (name in called, -len(name)))
+    product = torch.cuda.get_device_name(0)
+    name = device_of_product(product, known_devices(recipe))
+    if name is None:
+        raise ConfigError(
+            f"hflow has no figures of {product}; describe it in hardware/devices/NAME.yaml, or name a device "
+            "that it has with --device"
+        )
+    return name
+
+
+def similar_device(recipe: Path) -> Device | None:
+    """Return figures with which runs on CUDA's first device can be planned; None if there are none.
+
+    Those of another device with its compute capability, which decides the kernels, where it has no own ones.
+
+    Args:
+        recipe: a recipe's file; a user's hardware files are beside it.
+    """
+    known = known_devices(recipe)
+    with suppress(ConfigError):
+        return known[device_at_hand(recipe)]
+    capability = torch.cuda.get_device_capability(0)
+    return next((device for device in known.values() if device.capability == capability), None)
 
 
 def machine_hardware(name: str) -> Hardware:
@@ -209,13 +228,7 @@ def _calibration(hardware: Hardware, report: Callable[[str], None], name: str) -
 
 
 def _with_kernels(hardware: Hardware, report: Callable[[str], None], missed: dict[str, float]) -> Calibration:
-    """Return a calibration with the kernels of one device and its engine.
-
-    Args:
-        hardware: the hardware, whose calibration has the other figures.
-        report: called with a line for each part.
-        missed: a mapping to which the errors of the figures are added.
-    """
+    """Return a calibration with the kernels of a device and its engine; adds their errors to `missed`."""
     device, found = hardware.device, hardware.calibration
     kind, bandwidth = device.type, device.memory_gb_per_s * 1e9
     report("matrix products")
@@ -288,14 +301,7 @@ def _with_training(
     report: Callable[[str], None],
     missed: dict[str, float],
 ) -> Calibration:
-    """Return a calibration with the times of backends, and on a CPU of collectives.
-
-    Args:
-        hardware: the hardware, whose calibration has the other figures.
-        sharded: seconds of `measure.sharded_steps`, on a CPU.
-        report: called with a line for each part.
-        missed: a mapping to which the errors of the figures are added.
-    """
+    """Return a calibration with the times of backends, and on a CPU of collectives; adds to `missed`."""
     found, kind = hardware.calibration, hardware.device.type
     dtype, is_ahead = _dtype(kind), kind != "cpu"
     host, intra = dict(found.host), found.intra
@@ -314,7 +320,6 @@ def _with_training(
 
 
 def _dtype(kind: str) -> Literal["bf16", "fp32"]:
-    """Return the precision of the models that are measured."""
     return "bf16" if is_gpu(kind) else "fp32"
 
 
@@ -485,7 +490,6 @@ def _check_writable(file: Path) -> None:
 
 
 def _write(calibration: Calibration, file: Path) -> None:
-    """Write a calibration as YAML."""
     import yaml
 
     values: dict[str, Any] = asdict(calibration)

@@ -105,11 +105,9 @@ def split_held_out(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 def held_out_error(
     rows: Sequence[Timed], predict: Callable[[Sequence[Timed]], Callable[[Timed], float]]
 ) -> float:
-    """Return the mean absolute error of predictions, as a fraction of what was measured.
+    """Return the mean absolute error of predictions, as a fraction of what was measured, on rows held out.
 
-    Args:
-        rows: measurements with `seconds`, some of which are held out.
-        predict: fits to some rows, and returns the function that predicts the seconds of a row.
+    `predict` fits to some rows, and returns the function that predicts the seconds of a row.
     """
     fitted, held_out = split_held_out(rows)
     prediction = predict(fitted)
@@ -117,12 +115,7 @@ def held_out_error(
 
 
 def fit_matmul(rows: Sequence[ProductTime], peak: float) -> MatmulRate:
-    """Return the rate with the smallest squared error of logarithms, over a grid of shapes.
-
-    Args:
-        rows: measurements.
-        peak: FLOP/s of the data sheet.
-    """
+    """Return the rate with the least squared error of logarithms, over a grid of shapes; `peak` in FLOP/s."""
     m, k, n = (np.array([getattr(row, side) for row in rows], float) for side in ("rows", "inner", "columns"))
     seconds = np.array([row.seconds for row in rows])
     best, best_error = MatmulRate(share=1.0), math.inf
@@ -144,10 +137,6 @@ def fit_link(rows: Sequence[CollectiveTime], link: Link) -> LinkRate:
     """Return share and launch time of a line through the seconds of collectives (Patarasuk and Yuan 2009).
 
     Large and small messages count equally: errors are relative.
-
-    Args:
-        rows: measurements on the ranks of one machine.
-        link: between them.
     """
     moved = np.array([row.moved_bytes for row in rows])
     seconds = np.array([row.seconds for row in rows])
@@ -180,12 +169,8 @@ def fit_memory(
 ) -> tuple[float, float]:
     """Return the share of the memory bandwidth in which weights are read, and the sharpness of the corner.
 
-    Args:
-        rows: products whose weights come from memory.
-        rate: the rate of products whose weights do not.
-        peak: FLOP/s of the data sheet.
-        bytes_per_s: memory bandwidth of the data sheet.
-        itemsize: bytes of a weight.
+    The rate is that of products whose weights do not come from memory, and `itemsize` the bytes of a weight.
+    `peak` (FLOP/s) and `bytes_per_s` are those of the data sheet.
     """
     seconds = np.array([row.seconds for row in rows])
     best, best_error = (1.0, 1.0), math.inf
@@ -230,9 +215,7 @@ def decode_seconds(row: StepTime, host: HostTimes) -> float:
 def fit_training(rows: Sequence[StepTime], is_ahead: bool) -> HostTimes:
     """Return the seconds of a backend's calls besides products: per layer and pass, and per element.
 
-    Args:
-        rows: calls that train or infer.
-        is_ahead: whether the host launches ahead of the device.
+    `is_ahead`: the host launches ahead of the device.
     """
     seconds, kernels, ones, layers = (
         np.array([getattr(row, name) for row in rows], float)
@@ -266,12 +249,9 @@ def _latency(row: CollectiveTime, link: Link) -> float:
 
 
 def _rate_and_start(moved: np.ndarray, transfer: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:
-    """Return the bytes per second of a line through transfers, and its seconds without bytes.
+    """Return the bytes per second of a line through transfers of `moved` bytes, and its seconds at 0 bytes.
 
-    Args:
-        moved: bytes.
-        transfer: seconds to explain.
-        seconds: measured, to which errors are relative.
+    Errors are relative to the measured `seconds`.
     """
     slope, start = _positive_least_squares(
         np.stack([moved, np.ones_like(moved)], axis=1) / seconds[:, None], transfer / seconds

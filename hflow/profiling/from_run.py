@@ -75,11 +75,7 @@ Predict = Callable[[Calibration], Mapping[str, float]]
 
 
 def learn_from_run(run: str, device: str) -> LearnedFromRun:
-    """Correct the figures that a run was planned with by what it measured.
-
-    Args:
-        run: a run's directory, or NAME for the latest run in `runs/NAME`.
-        device: name of the cluster's devices.
+    """Correct the figures that a run on devices of a name was planned with by what it measured.
 
     Raises:
         ConfigError: if there is no such run, or it has no trace, too few steps, or one process for several
@@ -154,14 +150,7 @@ def planned_run(directory: RunDirectory) -> tuple[Plan, RunTimes, Predict]:
 def fit_run(
     base: Calibration, plan: Plan, times: RunTimes, predict: Predict
 ) -> tuple[Calibration, dict[str, float]]:
-    """Return the figures that explain a run, and how far they miss the executions that were held out.
-
-    Args:
-        base: the figures to correct.
-        plan: the run's plan.
-        times: what it measured.
-        predict: predictions by the cost model.
-    """
+    """Return the figures that explain a run, and how far they miss the executions that were held out."""
     medians = seen_medians(times)
     base = replace(base, node_us=0.0)
     measured = {name: medians[name] for name, seconds in predict(base).items() if seconds and name in medians}
@@ -194,7 +183,7 @@ def _fit(base: Calibration, measured: Mapping[str, float], predict: Predict) -> 
     names = [name for name, value in _figures(asdict(base)) if value > 0]
     total = sum(measured.values())
     weights = np.array([math.sqrt(seconds / total) / NOISE for seconds in measured.values()])
-    priors = np.array([1.0 if _field_of(name) in TIMES else RATE_PRIOR for name in names])
+    priors = np.array([1.0 if name.rpartition(".")[2] in TIMES else RATE_PRIOR for name in names])
 
     def calibration(changes: npt.NDArray[np.float64]) -> Calibration:
         return _changed(base, dict(zip(names, changes * priors, strict=True)))
@@ -244,11 +233,6 @@ def _figures(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield from _figures(value, f"{prefix}{key}.")
         elif key in FIGURES and isinstance(value, float):
             yield f"{prefix}{key}", value
-
-
-def _field_of(name: str) -> str:
-    """Return the field of a figure: `host.torch.layer_us` -> `layer_us`."""
-    return name.rpartition(".")[2]
 
 
 def _changed(base: Calibration, changes: Mapping[str, float]) -> Calibration:

@@ -72,13 +72,9 @@ def use_one_core(device: str) -> None:
 
 @contextmanager
 def neighbours(device: str, num: int) -> Iterator[Event]:
-    """Keep other devices of the machine busy, as in a run: those of a CPU share caches and memory.
+    """Keep other devices of the machine busy, as in a run: those of a CPU share its caches and memory.
 
     They decode until the event is set, and train from then on.
-
-    Args:
-        device: `cpu`, or `cuda`, whose devices have memory of their own.
-        num: the number of other devices.
 
     Raises:
         RunError: if a process that is to keep one busy ends.
@@ -263,10 +259,7 @@ def ring_collectives(
 ) -> tuple[partial[Any], ...]:
     """Return the collectives that training uses: all-reduce, all-gather and reduce-scatter.
 
-    Args:
-        whole: reduced, or gathered into, with this rank's part in its place.
-        part: a part of the sum. `whole` has one for each rank.
-        group: the ranks; None: all.
+    `whole` has one `part` for each rank.
     """
     return (
         partial(dist.all_reduce, whole, group=group),
@@ -275,16 +268,18 @@ def ring_collectives(
     )
 
 
-def collective_seconds(work: Callable[[], object], device: str, num: int) -> float:
-    """Return the median seconds of some executions, which all ranks of the world begin together.
+def collective_seconds(
+    work: Callable[[], object], device: str, num: int, ranks: dist.ProcessGroup | None = None
+) -> float:
+    """Return the median seconds of some executions, which all of these ranks begin together; None: the world.
 
     The first one is not counted.
     """
-    return statistics.median([_seconds_together(work, device) for _ in range(num + 1)][1:])
+    return statistics.median([_seconds_together(work, device, ranks) for _ in range(num + 1)][1:])
 
 
-def _seconds_together(work: Callable[[], object], device: str) -> float:
-    dist.barrier()
+def _seconds_together(work: Callable[[], object], device: str, ranks: dist.ProcessGroup | None) -> float:
+    dist.barrier(ranks)
     start = time.perf_counter()
     work()
     if is_gpu(device):
@@ -375,7 +370,6 @@ def _training_backend(
 
 
 def _steps(backend: ModelBackend, batch: Batch) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Return inference and training of a batch."""
     return (
         partial(backend.infer, INFER, [batch]),
         partial(backend.train, TRAIN, [TrainShard((batch,))], 0),

@@ -36,11 +36,7 @@ class RunTimes:
 
 
 def read_run_times(run: RunDirectory, plan: Plan) -> RunTimes:
-    """Read what a run measured.
-
-    Args:
-        run: the run.
-        plan: the run's plan.
+    """Read what a run of a plan measured.
 
     Raises:
         ConfigError: if it has too few steps.

@@ -52,12 +52,6 @@ class Overheads:
 def measure_overheads(kernels: Calibration, file: Path, device: str, num_devices: int) -> Overheads:
     """Run a recipe, and return what it takes beside what the planner predicts for its kernels.
 
-    Args:
-        kernels: the kernels' figures.
-        file: which has them.
-        device: the device's name in the hardware files.
-        num_devices: the number of devices of this machine.
-
     Raises:
         ShortRunError: if the run fails.
     """
@@ -77,15 +71,7 @@ def measure_overheads(kernels: Calibration, file: Path, device: str, num_devices
 def find_overheads(
     kernels: Calibration, plan: Plan, times: RunTimes, predict: Predict, num_samples: int
 ) -> Overheads:
-    """Return the seconds of a run beside its kernels. Some steps are held out.
-
-    Args:
-        kernels: the kernels' figures.
-        plan: the run's plan.
-        times: what the run measured.
-        predict: predictions by the cost model.
-        num_samples: the number of samples of a batch.
-    """
+    """Return the seconds of a run beside its kernels, with this size of batches. Some steps are held out."""
     base = replace(kernels, sample_us=0.0, node_us=0.0)
     medians, predicted = seen_medians(times), predict(base)
     source = plan.schedule.streams[0].source

@@ -63,13 +63,13 @@ MAX_POINTS = 240
 def ends_of(points: Points) -> tuple[float, float]:
     """Return the means of the first and of the last tenth of a curve's values, at least of one."""
     count = max(1, math.floor(END_SHARE * len(points)))
-    values = [value for _, value in points]
-    return statistics.fmean(values[:count]), statistics.fmean(values[-count:])
+    first, last = ([value for _, value in part] for part in (points[:count], points[-count:]))
+    return statistics.fmean(first), statistics.fmean(last)
 
 
 def thinned(points: Points, most: int) -> tuple[tuple[int, float], ...]:
     """Return at most `most` points: means of consecutive ones, at the last step of each."""
     count = min(most, len(points))
     edges = [len(points) * i // count for i in range(count + 1)] if count else []
-    parts = [points[first:last] for first, last in pairwise(edges)]
-    return tuple((part[-1][0], statistics.fmean(value for _, value in part)) for part in parts)
+    values = [value for _, value in points]
+    return tuple((points[b - 1][0], statistics.fmean(values[a:b])) for a, b in pairwise(edges))

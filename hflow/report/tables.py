@@ -124,9 +124,7 @@ NOTE_WITHOUT_BYTES = "What a node reads, and how it is split over data ranks. By
 def data_table(plan: Plan, assumptions: Literal["above", "below"]) -> TableView:
     """Return a row for each node that reads fields: how its inputs are split, and what moves.
 
-    Args:
-        plan: rules of data, and the forecast of traffic.
-        assumptions: where the report says which lengths the estimates assume.
+    `assumptions` is where the report says which lengths the estimates assume.
     """
     rules = [rule for rule in plan.rules if rule.fields]
     if not rules:

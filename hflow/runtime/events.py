@@ -167,7 +167,7 @@ class OpenGroup:
     group: int
     samples: tuple[int, ...]
     is_continued: bool = False
-    """Whether the group was opened before the run was resumed: these samples go on where they were."""
+    """Whether the group was opened before the run was resumed: these samples continue where they were."""
 
 
 @dataclass(frozen=True)

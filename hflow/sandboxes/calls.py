@@ -18,11 +18,7 @@ LONGEST_REPLY = 64 * 2**20
 
 
 class CallPlaces:
-    """The places of the calls of each tool. A call waits until one is free.
-
-    Args:
-        num_calls: most calls of a tool that run at the same time.
-    """
+    """The places of the calls of each tool, `num_calls` for each. A call waits until one is free."""
 
     def __init__(self, num_calls: int) -> None:
         self._num_calls = num_calls

@@ -258,9 +258,7 @@ _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 def _refuse_calls(processes: bool, scoped: bool) -> None:
     """Install the filter. Programs in it are lists of (code, jump if true, jump if false, value).
 
-    Args:
-        processes: whether new processes are allowed.
-        scoped: whether Landlock refuses signals to processes that this one has not started.
+    `scoped`: Landlock refuses signals to processes that this one has not started.
     """
     machine = _ARCHITECTURES[platform.machine()]
     refuse = (_RETURN, 0, 0, _ERRNO | errno.EPERM)

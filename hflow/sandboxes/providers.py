@@ -27,12 +27,7 @@ class SandboxProvider(Protocol):
         ...
 
     async def run(self, tool: Tool, limits: Sandbox, arguments: Mapping[str, Any]) -> Any:
-        """Call a tool and return its result. Cancelling the awaiting task ends what runs of the call.
-
-        Args:
-            tool: the function.
-            limits: the tool's limits.
-            arguments: JSON values.
+        """Call a tool with JSON values and return its result. Cancelling the awaiting task ends the call.
 
         Raises:
             ToolFailed: when it raised, died or took too long.
@@ -48,11 +43,7 @@ class SandboxProvider(Protocol):
 
 
 class Sandboxes:
-    """Runs each tool by the provider that its `@sandbox` names. Providers start with the first such call.
-
-    Args:
-        num_calls: most calls of a tool that run at the same time.
-    """
+    """Runs each tool by the provider that its `@sandbox` names. Providers start with the first such call."""
 
     def __init__(self, num_calls: int) -> None:
         self._num_calls = num_calls

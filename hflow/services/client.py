@@ -213,7 +213,6 @@ class _Client:
         )
 
     async def send(self, settings: ServiceSettings, path: str, body: Any) -> _Outcome:
-        """Make one request."""
         import httpx
 
         headers = {}

@@ -73,12 +73,9 @@ class Spending:
 
 
 class ServiceLimits:
-    """The limits of one service. It decides when a request may begin.
+    """The limits of one service. It decides when a request may begin, by a clock in seconds.
 
-    Args:
-        settings: the service.
-        spending: what the run has spent before; it is updated.
-        clock: returns the time in seconds.
+    It updates `spending`, what the run has spent before.
     """
 
     def __init__(

@@ -211,7 +211,6 @@ class LimitServer:
         self._begin(limits)
 
     def _refuse(self, problem: str) -> None:
-        """Refuse all requests that wait."""
         if self._problem is None:
             self._problem = problem
             self._on_problem(problem)

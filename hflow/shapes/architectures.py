@@ -90,6 +90,8 @@ class RouterKind(NamedTuple):
     """Whether they can compute with experts that an engine chose (`models.expert_replay`)."""
     has_bias: bool = False
     """Whether experts are chosen by scores with the bias `SCORE_BIAS`, which has no gradient."""
+    in_fp32: bool = False
+    """Whether they compute in fp32 in models of any dtype."""
 
 
 ROUTERS: Mapping[str, RouterKind] = {
@@ -98,9 +100,9 @@ ROUTERS: Mapping[str, RouterKind] = {
     "mixtral": RouterKind("MixtralTopKRouter", replays=True),
     "olmoe": RouterKind("OlmoeTopKRouter"),
     "gpt_oss": RouterKind("GptOssTopKRouter"),
-    "deepseek_v2": RouterKind("DeepseekV2TopkRouter"),
-    "deepseek_v3": RouterKind("DeepseekV3TopkRouter", "sigmoid", has_bias=True),
-    "glm4_moe": RouterKind("Glm4MoeTopkRouter", "sigmoid", has_bias=True),
+    "deepseek_v2": RouterKind("DeepseekV2TopkRouter", in_fp32=True),
+    "deepseek_v3": RouterKind("DeepseekV3TopkRouter", "sigmoid", has_bias=True, in_fp32=True),
+    "glm4_moe": RouterKind("Glm4MoeTopkRouter", "sigmoid", has_bias=True, in_fp32=True),
 }
 """Families whose experts can be balanced (`models.NAME.balance`). None of those that replay has groups of
 experts, or scores that are not probabilities."""

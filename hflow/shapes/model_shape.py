@@ -187,9 +187,16 @@ def is_in_fp32(tensor: str) -> bool:
     return tensor.endswith(f".{SCORE_BIAS}")
 
 
+def torch_only(shape: ModelShape | None) -> str:
+    """Return the part of a model that layers of Transformer Engine do not compute; empty if there is none."""
+    if shape is not None and shape.latent is not None:
+        return "latent attention"
+    return "norms behind attention and MLP" if shape is not None and shape.has_post_norms else ""
+
+
 EMBEDDING, OUTPUT = "embed_tokens", "lm_head"
 """The modules of the embedding and of the output matrix."""
-EXPERT_TARGETS = ("experts.gate_up_proj", "experts.down_proj")
+EXPERT_TARGETS = GATES_AND_UPS, DOWNS = ("experts.gate_up_proj", "experts.down_proj")
 """The parameters of a layer's experts that adapters can be added to, as in transformers: the gates and ups,
 `[N, 2F, D]`, and the downs, `[N, D, F]`."""
 A, B = "lora_A.weight", "lora_B.weight"
@@ -405,6 +412,20 @@ def expert_parameters(shape: ModelShape) -> int:
     )
 
 
+@lru_cache
+def undivided_parameters(shape: ModelShape, first: int, last: int, num_expert: int) -> int:
+    """Return the parameters with gradients of some layers that all tensor ranks have whole.
+
+    Expert ranks divide experts.
+    """
+    return sum(
+        (stop - start) * spec.numel // (num_expert if spec.num_experts > 1 else 1)
+        for start, stop in equal_layers(shape, first, last)
+        for spec in layer_template(shape, start)
+        if spec.split_axis is None and not is_in_fp32(spec.name)
+    )
+
+
 def active_parameters(shape: ModelShape) -> int:
     """Return the number of parameters that compute with one token: of the experts, those chosen for it.
 
@@ -437,34 +458,42 @@ def _layer(shape: ModelShape, index: str, layer: int) -> Iterator[TensorSpec]:
 
 
 def _expert_adapters(shape: ModelShape, prefix: str, layer: int) -> Iterator[TensorSpec]:
-    """Yield the tensors of experts' adapters, which every tensor rank has whole."""
+    """Yield the tensors of experts' adapters. Tensor ranks divide the rows F of B, or the columns F of A.
+
+    Gates and ups share A, and have rows of B of their own.
+    """
     adapter, experts, d = shape.adapter, shape.experts, shape.hidden
     assert adapter is not None
     assert experts is not None
     n, r, f = experts.num, adapter.r, experts.intermediate
-    for target, (rows, columns) in zip(EXPERT_TARGETS, ((2 * f, d), (d, f)), strict=True):
-        if target in adapter.targets:
-            for end, sizes in ((A, (n, r, columns)), (B, (n, rows, r))):
-                yield TensorSpec(f"{prefix}{target}.{end}", sizes, layer, "layer", num_experts=n)
+    gate_up, down = (target in adapter.targets for target in EXPERT_TARGETS)
+    if gate_up:
+        yield TensorSpec(f"{prefix}experts.gate_up_proj.{A}", (n, r, d), layer, "layer", num_experts=n)
+        for name in ("gate", "up"):
+            at = f"{prefix}experts.{name}_proj.{B}"
+            yield TensorSpec(at, (n, f, r), layer, "layer", 1, f, num_experts=n)
+    if down:
+        at = f"{prefix}experts.down_proj."
+        yield TensorSpec(at + A, (n, r, f), layer, "layer", 2, f, num_experts=n)
+        yield TensorSpec(at + B, (n, d, r), layer, "layer", num_experts=n)
 
 
-class AdaptedPart(NamedTuple):
-    """The adapter that changes a tensor."""
+class AdapterPaths(NamedTuple):
+    """The names of the adapter that changes a tensor, up to `ADAPTER_ENDS`."""
 
-    path: str
-    """The adapter's name, up to `ADAPTER_ENDS`."""
-    half: int | None = None
-    """The half of the adapter's outputs that are the tensor's: 0 for gates, 1 for ups; None: all."""
+    of_a: str
+    of_b: str
+    """The name of all its other tensors."""
 
 
-def adapted_part(name: str) -> AdaptedPart:
+def adapter_paths(name: str) -> AdapterPaths:
     """Return the adapter that changes a tensor, if there is one, given the tensor's name here or in torch."""
-    of_experts = re.fullmatch(r"(.*\.experts\.)(gate|up|gate_up|down)_proj(\.weight)?", name)
+    of_experts = re.fullmatch(r"(.*\.experts\.(?:gate|up|gate_up|down)_proj)(?:\.weight)?", name)
     if of_experts is None:
-        return AdaptedPart(name.removesuffix("weight"))
-    path, kind, _ = of_experts.groups()
-    target = "down_proj." if kind == "down" else "gate_up_proj."
-    return AdaptedPart(path + target, {"gate": 0, "up": 1}.get(kind))
+        path = name.removesuffix("weight")
+        return AdapterPaths(path, path)
+    path = f"{of_experts[1]}."
+    return AdapterPaths(re.sub(r"\.(gate|up)_proj\.$", ".gate_up_proj.", path), path)
 
 
 class AdapterWidths(NamedTuple):
@@ -497,10 +526,10 @@ def adapter_widths(shape: ModelShape) -> AdapterWidths:
 
 
 def _adapter(spec: TensorSpec, adapter: AdapterShape) -> Iterator[TensorSpec]:
-    """Yield the tensors of a matrix's adapter. Tensor ranks divide its inputs or outputs likewise."""
+    """Yield the tensors of a matrix's adapter. Tensor ranks divide inputs or outputs as the matrix's."""
     r = adapter.r
     path, (rows, columns) = spec.name.removesuffix(".weight"), spec.shape
-    whole = replace(spec, split_axis=None, split_units=1, may_repeat=False)
+    whole = replace(spec, split_axis=None, split_units=1, may_repeat=False, may_pad=False)
     a, b = (spec if spec.split_axis == axis else whole for axis in (1, 0))
     yield replace(a, name=f"{path}.{A}", shape=(r, columns))
     yield replace(b, name=f"{path}.{B}", shape=(rows, r))
@@ -512,7 +541,8 @@ def _embedding_adapter(shape: ModelShape) -> Iterator[TensorSpec]:
     assert shape.adapter is not None
     if EMBEDDING in shape.adapter.targets:
         path, r = f"{shape.prefix}{EMBEDDING}", shape.adapter.r
-        yield TensorSpec(f"{path}.{EMBEDDING_A}", (r, shape.vocab), None, "embedding")
+        of_tokens = (r, shape.vocab)
+        yield TensorSpec(f"{path}.{EMBEDDING_A}", of_tokens, None, "embedding", 1, shape.vocab, may_pad=True)
         yield TensorSpec(f"{path}.{EMBEDDING_B}", (shape.hidden, r), None, "embedding")
 
 
@@ -522,8 +552,8 @@ def _output_adapter(shape: ModelShape) -> Iterator[TensorSpec]:
     if shape.head != "lm":
         yield from _head(shape)
     elif OUTPUT in shape.adapter.targets:
-        whole = TensorSpec(f"{OUTPUT}.weight", (shape.vocab, shape.hidden), None, "head")
-        yield from _adapter(whole, shape.adapter)
+        (output,) = _head(shape)
+        yield from _adapter(output, shape.adapter)
 
 
 def _weights_of_layer(shape: ModelShape, index: str, layer: int) -> Iterator[TensorSpec]:

@@ -124,13 +124,7 @@ class Given:
         return None if value is None else str(value)
 
     def choice(self, key: str, choices: Collection[Any], note: str = "") -> Any:
-        """Return a value; the default if it is none of the choices, which leaves the key.
-
-        Args:
-            key: the key.
-            choices: the values that have a counterpart.
-            note: what to do about another value.
-        """
+        """Return a value; the default if it is none of the choices, which leaves the key with the note."""
         value = self.value(key)
         if value in choices:
             return value

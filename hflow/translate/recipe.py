@@ -75,12 +75,7 @@ class RecipeDraft:
         return self.advantage in ("gae", "returns_to_go")
 
     def recipe_text(self, name: str, origin: str) -> str:
-        """Return the Python file.
-
-        Args:
-            name: the recipe's name.
-            origin: what it was translated from, for its docstring.
-        """
+        """Return the Python file of a recipe with this name; the docstring says its origin."""
         bodies = [
             text
             for body, text in _BODIES.items()
@@ -94,10 +89,10 @@ class RecipeDraft:
         text = "\n\n\n".join([_SCORE, *bodies])
         names = ["Dataset", "Messages", "Model", "Recipe", "compute", "nodes", "use"]
         names += [name for name in ("PerSequence", "PerToken", "Sequences") if f": {name}" in text]
-        lines = [
+        lines = [  # names are sorted as ruff does: classes before functions
             f'"""Translated from {origin}: the body of `score` is left to write, see there."""',
             "",
-            f"from hflow import {', '.join(sorted(names, key=_import_order))}",
+            f"from hflow import {', '.join(sorted(names, key=lambda name: (name.islower(), name)))}",
             "",
             'train = Dataset("train", prompt=Messages)',
             *(['heldout = Dataset("heldout", prompt=Messages)'] if self.evaluates else []),
@@ -125,7 +120,6 @@ class RecipeDraft:
         ]
 
     def _nodes(self) -> list[str]:
-        """Return the entries of the recipe's list."""
         unbootstrapped = 'returns=("values", "end_values")'
         chosen = [
             ('use(nodes.chat_gen, actor, name="actor_gen")', True),
@@ -148,8 +142,3 @@ class RecipeDraft:
             ('use(score, name="accuracy", on="eval_gen", returns="accuracy")', self.evaluates),
         ]
         return [node for node, is_used in chosen if is_used]
-
-
-def _import_order(name: str) -> tuple[bool, str]:
-    """Return the key that sorts names as ruff does: classes before functions."""
-    return name.islower(), name

@@ -36,15 +36,7 @@ def set_paths(given: Given, draft: RecipeDraft, key: str, ours: str) -> None:
 
 
 def set_model(given: Given, draft: RecipeDraft, key: str, ours: str, revision: str | None = None) -> None:
-    """Set the path of a model: a name of the Hub, such as `Qwen/Qwen3-0.6B`, or a directory.
-
-    Args:
-        given: the values of the file.
-        draft: the recipe.
-        key: the key of the other library.
-        ours: hflow's key.
-        revision: a branch, tag or commit of the Hub; None: the newest.
-    """
+    """Set the path of a model: a name of the Hub, as `Qwen/Qwen3-0.6B`, at a revision, or a directory."""
     path = given.value(key)
     if not isinstance(path, str) or not HUB_NAME.fullmatch(path):
         set_paths(given, draft, key, ours)
@@ -55,15 +47,7 @@ def set_model(given: Given, draft: RecipeDraft, key: str, ours: str, revision: s
 def set_sampling_limits(
     given: Given, draft: RecipeDraft, top_p: str, top_k: str, min_p: str | None = None
 ) -> None:
-    """Set which tokens samples of the actor are drawn from, where it is not all of them.
-
-    Args:
-        given: the values of the file.
-        draft: the recipe.
-        top_p: the key of `top_p` in the other library.
-        top_k: the key of `top_k`, where 0 or -1 means all tokens.
-        min_p: the key of `min_p`; None: the other library has no such key.
-    """
+    """Set which tokens samples are drawn from, where it is not all; in `top_k`, 0 and -1 mean all tokens."""
     limits = [(top_p, "top_p", given.number(top_p) or 1.0, 1.0)]
     limits.append((top_k, "top_k", max(0, given.whole(top_k) or 0), 0))
     if min_p is not None:

@@ -315,12 +315,7 @@ TABLES: dict[str, Sequence[Row]] = {
 
 
 def translate(given: Given, cluster: str | None) -> RecipeDraft:
-    """Return the recipe of a configuration of TRL.
-
-    Args:
-        given: the values of the file.
-        cluster: the cluster that the user named, whose devices are TRL's processes; None: one H100.
-    """
+    """Return the recipe of a configuration of TRL, with a process for each device; None: one H100."""
     draft = RecipeDraft()
     processes = num_devices(cluster or "h100-1x1")
     if cluster is None:
@@ -375,7 +370,6 @@ def _loss_type(given: Given) -> str:
 
 
 def _batches(given: Given, draft: RecipeDraft, processes: int) -> None:
-    """Set batch, group, minibatches and epochs."""
     group = given.whole("num_generations") or 8
     per_pass = (given.whole("per_device_train_batch_size") or 8) * processes
     accumulated = given.whole("gradient_accumulation_steps") or 1
@@ -720,13 +714,7 @@ def _model_settings(given: Given, draft: RecipeDraft) -> None:
 
 
 def _optimizer_settings(given: Given, draft: RecipeDraft, total: int | None) -> None:
-    """Set the optimizer.
-
-    Args:
-        given: the values.
-        draft: the recipe.
-        total: optimizer steps of the run; None: it is not known.
-    """
+    """Set the optimizer; `total` is the number of its steps in the run, if it is known."""
     ours = "models.actor.optim"
     names = {
         "lr": "learning_rate",

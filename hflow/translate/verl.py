@@ -419,7 +419,7 @@ TABLES: dict[str, Sequence[Row]] = {
         automatic(f"{ROLLOUT}.enable_chunked_prefill", "the engine's default"),
         automatic(f"{ROLLOUT}.max_num_batched_tokens", "the engine's default"),
         automatic(f"{ROLLOUT}.cudagraph_capture_sizes", "the engine's default"),
-        automatic(f"{ROLLOUT}.enforce_eager", "the engine's default"),
+        same(f"{ROLLOUT}.enforce_eager", "models.actor.gen.cuda_graphs", "the opposite"),
         automatic(f"{ROLLOUT}.scheduling_policy", "the engine's default"),
         missing(f"{ROLLOUT}.pipeline_model_parallel_size", "engines have no pipeline stages"),
         missing(f"{ROLLOUT}.expert_parallel_size", "engines have no expert ranks"),
@@ -556,12 +556,7 @@ _SWITCHES = {
 
 
 def translate(given: Given, cluster: str | None) -> RecipeDraft:
-    """Return the recipe of a configuration of verl.
-
-    Args:
-        given: the values of the file.
-        cluster: the cluster that the user named; None: the configuration's number of GPUs, as H100.
-    """
+    """Return the recipe of a configuration of verl, by default on its number of GPUs, as H100."""
     draft = RecipeDraft()
     minibatches = _batches(given, draft)
     _advantages(given, draft)
@@ -772,13 +767,7 @@ def _shared_loss(given: Given, draft: RecipeDraft, *, is_sequence: bool) -> None
 
 
 def _reduction(given: Given, part: str, prompts: int) -> str:
-    """Return the reduction of a loss.
-
-    Args:
-        given: the values.
-        part: `actor_rollout_ref.actor` or `critic`.
-        prompts: prompts of a minibatch.
-    """
+    """Return the reduction of the loss of `actor_rollout_ref.actor` or `critic`, by a minibatch's prompts."""
     key = f"{part}.loss_agg_mode"
     modes = _known(REDUCTIONS)
     mode = given.choice(key, modes)
@@ -965,6 +954,8 @@ def _generation(given: Given, draft: RecipeDraft, devices: int) -> None:
         given.differs(
             cache, "models.actor.gen.cache_dtype keeps keys and values without scales: docs/engines.md"
         )
+    if given.flag(f"{ROLLOUT}.enforce_eager"):
+        draft.set("models.actor.gen.cuda_graphs", False)
     if given.flag(f"{ROLLOUT}.enable_rollout_routing_replay"):
         draft.set("nodes.actor_gen.routing_replay", True)
     if given.flag(f"{ROLLOUT}.multi_turn.enable"):
@@ -1064,15 +1055,7 @@ def _set_fsdp_size(given: Given, draft: RecipeDraft, model: str, key: str) -> No
 
 
 def _model_settings(given: Given, draft: RecipeDraft, model: str, part: str, updates: int) -> None:
-    """Set a trained model: its checkpoint, memory and optimizer.
-
-    Args:
-        given: the values.
-        draft: the recipe.
-        model: the name of the model in the recipe.
-        part: `actor_rollout_ref.actor` or `critic`.
-        updates: optimizer steps of a step of the run.
-    """
+    """Set a trained model, `part` in verl: checkpoint, memory and optimizer, with so many updates a step."""
     ours = f"models.{model}"
     source = MODEL if model == "actor" else "critic.model"
     engine = f"{part}.fsdp_config" if model == "actor" else f"{part}.fsdp"

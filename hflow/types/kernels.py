@@ -122,6 +122,16 @@ def _flash_attn_3_problem(version: str, capability: tuple[int, int] | None, dete
     return "does not keep deterministic=true" if deterministic else ""
 
 
+@cache
+def varlen_groups_queries() -> bool:
+    """Return whether `AttentionKernel.VARLEN` takes fewer key heads than query heads, as from torch 2.12 on.
+
+    Before, keys and values are repeated. The version is from metadata alone; without torch it is a later one.
+    """
+    version = distribution_version("torch")
+    return version is None or Version(version).release >= (2, 12)
+
+
 def head_size_problem(kernel: str, head_size: int, has_sinks: bool = False) -> str | None:
     """Return the reason why a kernel cannot compute heads; None if it can.
 

@@ -14,9 +14,9 @@ from hflow.shapes.model_shape import (
     EMBEDDING_B,
     MAGNITUDE,
     A,
-    AdaptedPart,
+    AdapterPaths,
     B,
-    adapted_part,
+    adapter_paths,
 )
 from hflow.types.tensor_slices import (
     Block,
@@ -70,13 +70,12 @@ def with_adapter(adapters: Mapping[str, Tensor], scale: float, name: str, tensor
         name: the tensor's name.
         tensor: the tensor, whole.
     """
-    path, half = adapted_part(name)
-    if path + EMBEDDING_A in adapters:
-        return merge(tensor, adapters[path + EMBEDDING_B].T, adapters[path + EMBEDDING_A].T, scale)
-    if path + A not in adapters:
+    of_a, of_b = adapter_paths(name)
+    if of_a + EMBEDDING_A in adapters:
+        return merge(tensor, adapters[of_b + EMBEDDING_B].T, adapters[of_a + EMBEDDING_A].T, scale)
+    if of_a + A not in adapters:
         return tensor
-    b = adapters[path + B] if half is None else adapters[path + B].chunk(2, -2)[half]
-    return merge(tensor, adapters[path + A], b, scale, adapters.get(path + MAGNITUDE))
+    return merge(tensor, adapters[of_a + A], adapters[of_b + B], scale, adapters.get(of_b + MAGNITUDE))
 
 
 class _Adapters(IncomingWeights):
@@ -147,19 +146,23 @@ class MergedWeights(_Adapters):
         """
         arrived = {tensor.name: tensor for tensor in self._arrivals()}
         targets = {x.removesuffix(end) for x in arrived for end in ADAPTER_ENDS if x.endswith(end)}
-        parts = {name: adapted_part(name) for name in self._base}
-        held_paths = {part.path for part in parts.values()}
-        for path in sorted(targets):
-            pairs = ({path + A, path + B}, {path + EMBEDDING_A, path + EMBEDDING_B})
-            if path not in held_paths or not any(pair <= arrived.keys() for pair in pairs):
-                raise RunError(
-                    f"received an adapter of {path}weight, of which the engine lacks the weight or a matrix. "
-                    "If it happens again, the weight route has a bug"
-                )
+        adapted = {name: adapter_paths(name) for name in self._base}
+        adapted = {name: paths for name, paths in adapted.items() if targets.intersection(paths)}
+        complete = {
+            path
+            for of_a, of_b in adapted.values()
+            if any({of_a + a, of_b + b} <= arrived.keys() for a, b in ((A, B), (EMBEDDING_A, EMBEDDING_B)))
+            for path in (of_a, of_b)
+        }
+        for path in sorted(targets - complete):
+            raise RunError(
+                f"received an adapter of {path}weight, of which the engine lacks the weight or a matrix. "
+                "If it happens again, the weight route has a bug"
+            )
         for name, held in self._base.items():
             values = held.values.to(self._target)
-            if parts[name].path in targets:
-                values = self._merge(parts[name], held, values, arrived)
+            if name in adapted:
+                values = self._merge(adapted[name], held, values, arrived)
             whole = whole_box(held.shape)
             shaped = values
             if held.box != whole:
@@ -168,22 +171,21 @@ class MergedWeights(_Adapters):
             yield IncomingTensor(name, shaped, (held.box,), (block_checksum(held.block(values)),))
 
     def _merge(
-        self, part: AdaptedPart, held: Block, values: Tensor, arrived: Mapping[str, IncomingTensor]
+        self, paths: AdapterPaths, held: Block, values: Tensor, arrived: Mapping[str, IncomingTensor]
     ) -> Tensor:
         """Return a rank's part of a matrix, or of those of experts, with its adapter added."""
-        path, (*experts, rows, columns) = part.path, held.box
-        if path + EMBEDDING_A in arrived:
-            r = arrived[path + EMBEDDING_A].tensor.shape[0]
-            a = _part(arrived[path + EMBEDDING_B], (columns, (0, r))).to(self._target)
-            b = _part(arrived[path + EMBEDDING_A], ((0, r), rows)).to(self._target)
+        (of_a, of_b), (*experts, rows, columns) = paths, held.box
+        if of_a + EMBEDDING_A in arrived:
+            r = arrived[of_a + EMBEDDING_A].tensor.shape[0]
+            a = _part(arrived[of_b + EMBEDDING_B], (columns, (0, r))).to(self._target)
+            b = _part(arrived[of_a + EMBEDDING_A], ((0, r), rows)).to(self._target)
             return merge(values, a.T, b.T, self._scale)
-        r, first = arrived[path + A].tensor.shape[-2], (part.half or 0) * held.shape[-2]
-        outputs = (first + rows[0], first + rows[1])
-        a = _part(arrived[path + A], (*experts, (0, r), columns)).to(self._target)
-        b = _part(arrived[path + B], (*experts, outputs, (0, r))).to(self._target)
+        r = arrived[of_a + A].tensor.shape[-2]
+        a = _part(arrived[of_a + A], (*experts, (0, r), columns)).to(self._target)
+        b = _part(arrived[of_b + B], (*experts, rows, (0, r))).to(self._target)
         magnitude = None
-        if path + MAGNITUDE in arrived:
-            magnitude = _part(arrived[path + MAGNITUDE], (rows,)).to(self._target)
+        if of_b + MAGNITUDE in arrived:
+            magnitude = _part(arrived[of_b + MAGNITUDE], (rows,)).to(self._target)
         is_divided = columns != (0, held.shape[-1])
         return merge(values, a, b, self._scale, magnitude, self._sum_over_ranks if is_divided else None)
 

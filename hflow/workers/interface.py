@@ -48,13 +48,7 @@ class Workers(abc.ABC):
         report_progress: Callable[[str], None] = lambda line: None,
         wait_for: WaitFor = wait_silently,
     ) -> None:
-        """Create the workers, join their process groups and build replicas; returns when all are ready.
-
-        Args:
-            setup: what every worker receives.
-            report_progress: called with a line when a phase begins.
-            wait_for: shows what is awaited.
-        """
+        """Create the workers, join their process groups and build replicas; returns when all are ready."""
 
     async def open_groups(self, worker: int, tasks: Sequence[GroupTask]) -> None:
         """Start the source of each group; results come by `poll`."""
@@ -74,12 +68,7 @@ class Workers(abc.ABC):
         await self._call(worker, "compute", worker, tasks)
 
     async def poll(self, worker: int, num_lines: int = 0) -> WorkerReport:
-        """Wait until something happens on the worker, and return all of it.
-
-        Args:
-            worker: the worker.
-            num_lines: how many lines of bodies it has reported before.
-        """
+        """Wait until something happens on the worker, which has reported so many lines, and return it."""
         report: WorkerReport = await self._call(worker, "poll", worker, num_lines)
         return report
 
@@ -217,13 +206,10 @@ class Workers(abc.ABC):
     async def restore_samples(
         self, worker: int, directory: str, files: Mapping[str, Mapping[str, Sequence[int]]]
     ) -> None:
-        """Put saved samples into a worker's store.
+        """Put saved samples into a worker's store, which need not be that which saved them.
 
-        Args:
-            worker: the worker that will hold them; it need not be the one that saved them.
-            directory: the directory of `save_samples`.
-            files: name of a file, such as `worker-0` -> root stream -> samples to read from it. A sample of
-                which several workers held fields is read from several files.
+        `files` is file of `save_samples`, such as `worker-0` -> root stream -> samples to read from it. A
+        sample of which several workers held fields is read from several files.
 
         Raises:
             RunError: when a file cannot be read, or lacks one of the samples.
@@ -523,7 +509,7 @@ class SampleReady:
     trajectories: tuple[TrajectoryCounts, ...] = ()
     """The members of a sample whose episode returns a list."""
     interruption: str = ""
-    """How an interrupted episode went on (`episodes.journal.JournalRecorder.interruption`)."""
+    """How an interrupted episode continued (`episodes.journal.JournalRecorder.interruption`)."""
 
 
 @dataclass(frozen=True)

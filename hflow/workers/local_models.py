@@ -11,11 +11,7 @@ from hflow.workers.interface import WorkerSetup
 
 
 def with_local_models(setup: WorkerSetup, hosted: Collection[str]) -> WorkerSetup:
-    """Return a setup in which every path of a model is a directory here. Fetch models of the Hub.
-
-    Args:
-        setup: what a worker is built from.
-        hosted: the models whose weights are needed.
+    """Return a setup in which paths of models are directories here; those of hosted models are fetched.
 
     Raises:
         ConfigError: if a model cannot be fetched.

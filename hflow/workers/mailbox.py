@@ -34,12 +34,10 @@ class Mailbox:
     """
 
     def __init__(self, worker: int, pause: float = 0.0, linger: float = LINGER_SECONDS) -> None:
-        """Create an empty mailbox.
+        """Create an empty mailbox of a worker, which pauses between reports while more events are due.
 
-        Args:
-            worker: the worker whose events these are.
-            pause: minimum seconds between two reports while more events are due.
-            linger: minimum seconds that an event waits for others then.
+        `pause` is the least seconds between two reports then, and `linger` those that an event waits for
+        others.
         """
         self._worker = worker
         self._pause = pause
@@ -118,9 +116,6 @@ class Mailbox:
         """Wait for events, retries, a turn or lines, or until the mailbox is closed, and take everything.
 
         Lines are only copied: they may be lost on their way when the run ends.
-
-        Args:
-            num_received: lines that were received before.
 
         Raises:
             BaseException: the error that a background thread failed with.

@@ -45,11 +45,8 @@ class ProcessGroups:
     def __init__(self, rank: ProcessRank, replicas: Sequence[Replica], device: str, timeout: float) -> None:
         """Join the groups; returns when all members have joined.
 
-        Args:
-            rank: the rank of this process.
-            replicas: the plan's; each that trains or infers on several workers gets a group.
-            device: `cpu` (gloo) or `cuda` (NCCL).
-            timeout: seconds after which a collective with a missing rank fails.
+        Each replica that trains or infers on several workers gets a group. A collective with a missing rank
+        fails after `timeout` seconds.
         """
         limit = datetime.timedelta(seconds=timeout)
         listen_where(rank.address.rpartition(":")[0])
@@ -110,11 +107,7 @@ def collective_workers(replicas: Sequence[Replica]) -> tuple[int, ...]:
 
 
 def open_rendezvous(host: str) -> str:
-    """Open a rendezvous for the workers of a run; returns its `host:port`.
-
-    Args:
-        host: this machine's address, as the other workers know it.
-    """
+    """Open a rendezvous for the workers of a run at this machine's address; returns its `host:port`."""
     store = open_store(host)
     address = f"{host}:{store.port}"
     _open_stores[address] = store

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shutil
 import socket
+import time
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib import metadata
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from hflow.base.devices import has_cuda_api
 from hflow.base.errors import BackendError, RunError
+from hflow.base.machine_gpus import read_gpus
 from hflow.base.machine_memory import machine_memory
 from hflow.base.text import format_ranges
 from hflow.planner.models.descriptors import descriptor
@@ -24,6 +30,7 @@ from hflow.types.kernels import (
     TE_PACKAGE,
     AttentionKernel,
     LayerKernels,
+    distribution_version,
     flash_module,
     flash_versions,
     installed_transformer_engine,
@@ -34,6 +41,14 @@ MIN_MEMORY_SHARE = 0.95
 """Share of the plan's memory that a device must have. Drivers keep some of what data sheets say."""
 BF16_CAPABILITY = (8, 0)
 """Compute capability from which kernels, also those of attention, compute in bf16."""
+IDLE_BYTES = GIB
+"""Memory of a GPU that may be in use before a run has any there. Drivers keep some for themselves."""
+FREEING_SECONDS = 30.0
+"""Longest wait for processes that are ending to free a GPU's memory."""
+MIN_SHARED_BYTES = GIB
+"""Least shared memory of processes that use NCCL together, which is what its guide gives to containers.
+Docker's default is 64 MiB."""
+SHARED_MEMORY_FIX = "docker run --shm-size, or an emptyDir of medium Memory"
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables with settings of torch's allocator on a GPU."""
 
@@ -66,12 +81,19 @@ class ProcessDevices:
     """The environment variable that sets torch's expandable segments; empty if none does, or on CPUs."""
     host_memory_bytes: int = 0
     """Memory of its machine, or of the container that it runs in; 0: unknown."""
+    used_bytes: int = 0
+    """Memory of that device that other processes use; 0 if that is not known, or on CPUs."""
+    shared_bytes: int | None = None
+    """Size of /dev/shm; None: there is none."""
+    network_problem: str = ""
+    """Why collectives find no network interface, in one line; empty if they do."""
 
 
 def find_devices() -> ProcessDevices:
     """Return the devices that this process finds."""
     import torch
 
+    is_first = not torch.cuda.is_initialized()  # later, this process itself may use memory
     problem = cuda_problem()
     found = [] if problem else [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -82,14 +104,57 @@ def find_devices() -> ProcessDevices:
         kind=found[0].name if found else "",
         memory_bytes=found[0].total_memory if found else 0,
         problem=problem or (build_problem(found[0].name, capability_of(found[0])) if found else ""),
-        versions=package_versions(),
+        versions=(*package_versions(), *(library_versions() if found else ())),
         capability=capability_of(found[0]) if found else (0, 0),
         flash_attn=flash_versions(),
         flash_problems=flash_problems() if found else {},
         transformer_engine=None if (te := installed_transformer_engine()) is None else te.version,
         expandable_segments=expandable_segments(os.environ) if found else "",
         host_memory_bytes=machine_memory(),
+        used_bytes=used_memory(str(found[0].uuid)) if found and is_first else 0,
+        shared_bytes=shared_memory(),
+        network_problem=network_problem(os.environ, [name for _, name in socket.if_nameindex()], bool(found)),
     )
+
+
+def used_memory(uuid: str) -> int:
+    """Return the bytes of a GPU in use, once processes that are ending have freed theirs; 0: unknown."""
+    deadline = time.monotonic() + FREEING_SECONDS
+    while (gpus := read_gpus(f"--id=GPU-{uuid}")) and gpus[0].used_bytes > IDLE_BYTES:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(1.0)
+    return gpus[0].used_bytes if gpus else 0
+
+
+def shared_memory() -> int | None:
+    """Return the size of /dev/shm, which containers limit; None: there is none."""
+    return shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None
+
+
+def network_problem(environment: Mapping[str, str], interfaces: Sequence[str], uses_nccl: bool) -> str:
+    """Return the reason why collectives find no network interface, in one line; empty if they do.
+
+    NCCL's variable lists beginnings of names, after `=` whole names, and after `^` those that it does not
+    use. Each may be followed by a port. Gloo's lists whole names, and it uses all of them.
+
+    Args:
+        environment: environment variables, of which `NCCL_SOCKET_IFNAME` and `GLOO_SOCKET_IFNAME` count.
+        interfaces: names of this machine's interfaces.
+        uses_nccl: whether collectives are NCCL's, beside those of Gloo.
+    """
+    for variable in ("GLOO_SOCKET_IFNAME", *(("NCCL_SOCKET_IFNAME",) if uses_nccl else ())):
+        value = environment.get(variable, "")
+        names = tuple(name.partition(":")[0] for name in value.lstrip("^=").split(",") if name)
+        if variable.startswith("GLOO"):
+            is_found = set(names) <= set(interfaces)
+        else:
+            is_exact, is_excluded = value.startswith(("=", "^=")), value.startswith("^")
+            listed = [n in names if is_exact else n.startswith(names) for n in interfaces]
+            is_found = any(is_listed != is_excluded for is_listed in listed)
+        if value and not is_found:
+            return f"{variable}={value}, but its network interfaces are {', '.join(interfaces)}"
+    return ""
 
 
 def capability_of(device: Any) -> tuple[int, int]:
@@ -98,12 +163,7 @@ def capability_of(device: Any) -> tuple[int, int]:
 
 
 def build_problem(name: str, capability: tuple[int, int]) -> str:
-    """Return the reason why this build of torch has no kernels for a GPU, in one line; empty if it has.
-
-    Args:
-        name: the name of the GPU.
-        capability: the GPU's compute capability.
-    """
+    """Return the reason why this build of torch has no kernels for a GPU of this name; empty if it has."""
     import torch
 
     built = torch.cuda.get_arch_list()
@@ -116,12 +176,10 @@ def build_problem(name: str, capability: tuple[int, int]) -> str:
 
 
 def can_execute(built: Iterable[str], capability: tuple[int, int]) -> bool:
-    """Return whether a GPU can execute code of CUDA.
+    """Return whether a GPU can execute code of CUDA that is compiled for some architectures.
 
-    Args:
-        built: architectures that the code is compiled for. `sm_86` runs on 8.6 and later versions of 8, and
-            `sm_90a` on 9.0 alone; `compute_90` is compiled on the machine, for 9.0 and anything later.
-        capability: compute capability of the GPU.
+    `sm_86` runs on 8.6 and later versions of 8, and `sm_90a` on 9.0 alone; `compute_90` is compiled on the
+    machine, for 9.0 and anything later.
     """
     for architecture in built:
         kind, _, text = architecture.partition("_")
@@ -158,20 +216,40 @@ def expandable_segments(environment: Mapping[str, str]) -> str:
 
 
 def package_versions() -> tuple[tuple[str, str], ...]:
-    """Return name and version of each installed distribution that must be the same in all processes."""
+    """Return name and version of each installed distribution that must be the same in all processes.
+
+    hflow has its sources beside its version, as a checkout need not be installed.
+    """
     described = map(descriptor, (*BACKENDS, *ENGINES))
-    installed = []
-    for package in (
-        "hflow",
-        "torch",
-        "transformers",
-        *(name for one in described for name in one.distributions),
-    ):
-        try:
-            installed.append((package, metadata.version(package)))
-        except metadata.PackageNotFoundError:
-            continue
-    return tuple(installed)
+    packages = ("torch", "transformers", *(name for one in described for name in one.distributions))
+    installed = ((package, distribution_version(package)) for package in packages)
+    version = " ".join(filter(None, (distribution_version("hflow-rl"), f"with sources {sources_digest()}")))
+    return (
+        ("hflow", version),
+        *((package, version) for package, version in installed if version is not None),
+    )
+
+
+@cache
+def sources_digest() -> str:
+    """Return a hash of hflow's source files, 8 hexadecimal digits."""
+    root, found = Path(__file__).parents[1], hashlib.sha256()
+    for file in sorted(root.rglob("*.py")):
+        found.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())
+    return found.hexdigest()[:8]
+
+
+def library_versions() -> tuple[tuple[str, str], ...]:
+    """Return name and version of NVIDIA's libraries, those that torch loads, as package_versions()."""
+    import torch
+    from torch.cuda import nccl
+
+    found = []
+    if torch.distributed.is_nccl_available():
+        found.append(("NCCL", ".".join(map(str, nccl.version()))))
+    with suppress(RuntimeError):  # torch refuses a cuDNN of another version when something computes with it
+        found.append(("cuDNN", str(torch.backends.cudnn.version())))
+    return tuple(found)
 
 
 def cuda_problem() -> str:
@@ -188,26 +266,21 @@ def cuda_problem() -> str:
 
 
 def check_devices(plan: Plan, found: Sequence[ProcessDevices], versions: Sequence[tuple[str, str]]) -> None:
-    """Check that the processes of a run are what its plan assumes.
-
-    Args:
-        plan: the run's plan.
-        found: what each worker's process finds.
-        versions: versions of the controller's packages.
+    """Check that a run's processes are what its plan assumes, with the controller's versions of packages.
 
     Raises:
         RunError: naming the worker, its machine, and what to change.
     """
     for worker, process in enumerate(found):
         where = f"worker {worker} on {process.host}"
-        for (package, ours), theirs in ((entry, dict(process.versions).get(entry[0])) for entry in versions):
-            if theirs != ours:
-                raise RunError(
-                    f"{where} has {f'{package} {theirs}' if theirs else f'no {package}'}, but this process "
-                    f"has {package} {ours}. Install the same on all machines"
-                )
+        _check_versions(where, process, "this process", versions)
+        _check_versions(where, process, f"worker 0 on {found[0].host}", found[0].versions)
+        if process.network_problem:
+            raise RunError(f"{where} has {process.network_problem}. Set it to one of these, or unset it")
         if has_cuda_api(plan.cluster.device):
             _check_gpu(where, process, plan.cluster, worker)
+            _check_free_memory(where, process, plan, worker)
+            _check_shared_memory(where, process, plan.cluster)
             hosted = [replica for replica in plan.replicas if worker in replica.workers]
             names = {replica.name for replica in hosted}
             _check_kernels(where, process, plan, names)
@@ -234,6 +307,19 @@ def check_devices(plan: Plan, found: Sequence[ProcessDevices], versions: Sequenc
             raise RunError(
                 f"workers {format_ranges(workers)} would all use GPU {name} of {host}, as Ray does not give "
                 "each its own. Unset RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES where Ray is started"
+            )
+
+
+def _check_versions(
+    where: str, process: ProcessDevices, other: str, versions: Iterable[tuple[str, str]]
+) -> None:
+    """Refuse a process whose packages have other versions than another's."""
+    for package, ours in versions:
+        theirs = dict(process.versions).get(package)
+        if theirs != ours:
+            raise RunError(
+                f"{where} has {f'{package} {theirs}' if theirs else f'no {package}'}, but {other} "
+                f"has {package} {ours}. Install the same on all machines"
             )
 
 
@@ -267,6 +353,27 @@ def _check_gpu(where: str, process: ProcessDevices, cluster: ClusterSpec, worker
             f"{where} has {process.kind} with {process.memory_bytes / GIB:.1f} GiB, but "
             f"cluster={cluster.name} assumes {planned / GIB:.1f} GiB. Set a cluster of the "
             "devices that there are"
+        )
+
+
+def _check_free_memory(where: str, process: ProcessDevices, plan: Plan, worker: int) -> None:
+    """Refuse a GPU of which other processes use what the plan needs."""
+    need = max((row.total for row in plan.forecast.memory if worker in row.devices), default=0)
+    if IDLE_BYTES < process.used_bytes > process.memory_bytes - need:
+        raise RunError(
+            f"{where} has a GPU of which other processes use {process.used_bytes / GIB:.1f} of "
+            f"{process.memory_bytes / GIB:.1f} GiB, but the plan needs {need / GIB:.1f} GiB. End the "
+            "processes that nvidia-smi lists there, or leave this GPU out with CUDA_VISIBLE_DEVICES"
+        )
+
+
+def _check_shared_memory(where: str, process: ProcessDevices, cluster: ClusterSpec) -> None:
+    """Refuse a container in whose shared memory the ranks of a machine cannot connect."""
+    shared = process.shared_bytes
+    if shared is not None and shared < MIN_SHARED_BYTES and cluster.devices_per_node > 1:
+        raise RunError(
+            f"{where} has {shared >> 20} MiB of shared memory (/dev/shm), but NCCL may need "
+            f"{MIN_SHARED_BYTES / GIB:.0f} GiB. Make it larger: {SHARED_MEMORY_FIX}"
         )
 
 

@@ -104,12 +104,8 @@ class Worker:
     ) -> None:
         """Join the process groups, and build models, engines, tokenizers and the pool.
 
-        Args:
-            setup: what to build.
-            hosted: the worker indices that this process hosts.
-            rank: this process's rank; None: it takes part in no collective.
-            host: address of this machine, as the other workers know it.
-            devices: the CUDA device of each worker of the plan, as on its machine; empty on CPUs.
+        Without a rank, this process takes part in no collective. `devices` is the CUDA device of each worker
+        of the plan, as on its machine; empty on CPUs.
         """
         copy_log_levels(setup.log_levels)
         use_services(setup.services)
@@ -440,13 +436,7 @@ class Worker:
         return tuple(float(str(x)) if x.dtype == np.float32 else float(x) for x in values)
 
     def publish(self, replica: str, version: int, num_losses: int = 0) -> tuple[BucketHandles, PublishReport]:
-        """Put what a generation replica needs of the weights here where its workers can take it.
-
-        Args:
-            replica: the generation replica.
-            version: the version of the weights.
-            num_losses: how often the replica has lost an engine.
-        """
+        """Put what a replica needs of the weights where its workers take it; it lost `num_losses` engines."""
         published = self._publisher.publish(replica, version, num_losses)
         self._lend_memory()
         return published
@@ -454,10 +444,7 @@ class Worker:
     def load_weights(self, replica: str, version: int, *published: BucketHandles) -> LoadedWeights | None:
         """Bring a stopped engine to a version of the weights; returns what it loaded, if anything.
 
-        Args:
-            replica: the engine's.
-            version: the version of the weights.
-            *published: what each sender published; none: a training replica here has the weights.
+        Without what senders published, a training replica here has the weights.
         """
         if self._publisher.needs_handover(replica, version):
             return self._hand_over(replica, version)

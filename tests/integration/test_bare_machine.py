@@ -26,7 +26,6 @@ def test_without_ray_it_is_a_line_and_an_optional_part(monkeypatch, hflow: Comma
     assert (found.ok, found.required) == (False, False)
 
 
-@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_gpu_tests_are_collected_and_a_run_needs_no_other_package(tmp_path: Path):
     """Beside the packages of the machine, this Python has none, and hflow is not installed."""

@@ -140,7 +140,7 @@ ADAPTED = {
     "experts-adapters": ("experts", LoraConfig(r=4, alpha=2)),
     "adapters-of-experts": (
         "experts",
-        LoraConfig(r=4, alpha=2, targets=("q_proj", "experts.gate_up_proj", "experts.down_proj")),
+        LoraConfig(r=4, alpha=8, targets=("q_proj", "experts.gate_up_proj", "experts.down_proj")),
     ),
     "dora": ("untied", LoraConfig(r=4, alpha=2, dora=True)),
     "outer-adapters": ("untied", LoraConfig(r=4, alpha=2, targets=("q_proj", "embed_tokens", "lm_head"))),
@@ -253,7 +253,8 @@ def merged(
             )
         if name.endswith(".lora_A.weight"):
             path = name.removesuffix(".lora_A.weight")
-            b = of_adapters[f"{path}.lora_B.weight"]
+            parts = [path.replace("gate_up", x) for x in ("gate", "up")] if "gate_up" in path else [path]
+            b = torch.cat([of_adapters[f"{part}.lora_B.weight"] for part in parts], -2)
             weight = module.get_parameter(path if ".experts." in path else f"{path}.weight")
             weight.add_(lora.alpha / lora.r * b @ a)
             if lora.dora:

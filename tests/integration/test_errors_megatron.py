@@ -124,19 +124,8 @@ def test_tensors_that_are_missing_or_unknown(hflow: CommandLine, tmp_path: Path,
     assert f"has tensors of other shapes than its config says: {lost}" in hflow.fails(*run)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hidden_act": "gelu"}, "model 'actor': hidden_act 'gelu' is not silu"),
-        (
-            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
-            "model 'actor': qwen2 uses",
-        ),
-    ],
-)
-def test_layers_that_megatron_does_not_compute(
-    hflow: CommandLine, tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
-    change_config(tmp_path / "model", **changes)
-    assert message in hflow.fails(*RUN, "models.actor.backend=megatron")
+def test_layers_that_megatron_does_not_compute(hflow: CommandLine, tmp_path: Path) -> None:
+    change_config(tmp_path / "model", hidden_act="gelu")
+    error = hflow.fails(*RUN, "models.actor.backend=megatron")
+    assert "model 'actor': hidden_act 'gelu' is not silu" in error
     assert not (tmp_path / "runs").exists()

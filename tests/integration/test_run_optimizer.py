@@ -11,7 +11,7 @@ from hflow.base.errors import ConfigError
 from hflow.launch.planning.compile import compile_recipe
 from hflow.launch.running.worker_setup import model_settings
 
-# Every step takes the same eight rows, so that a run which starts anew goes on with the same data.
+# Every step takes the same eight rows, so that a run which starts anew continues with the same data.
 SFT = ["workers=inproc", "cluster=cpu-1x1", "batch=8", "data.train.limit=8", "nodes.eval_gen.after=1000"]
 OPTIM = ["models.actor.optim.warmup_steps=3", "data.heldout.limit=8"]
 

@@ -124,6 +124,12 @@ def test_a_killed_run_draws_the_same_rows_when_it_resumes(recipe: Path, hflow: C
     )
 
 
+def test_a_ready_made_sampler_without_rewards_is_refused(hflow: CommandLine) -> None:
+    assert "data.train.sampler=skip_settled needs rewards, but no node returns one" in hflow.refused(
+        "run", "sft", "data.train.sampler=skip_settled"
+    )
+
+
 @pytest.mark.parametrize("name", ["skip_settled", "difficulty_pools"])
 def test_a_ready_made_sampler_draws_rows(recipe: Path, hflow: CommandLine, name: str) -> None:
     hflow.prints("plan", recipe, f"data.train.sampler={name}")
@@ -142,15 +148,24 @@ def test_a_ready_made_sampler_draws_rows(recipe: Path, hflow: CommandLine, name:
             "data.train.sampler_arguments={last: 1}",
             "do not fit near_worst: got an unexpected keyword argument",
         ),
+        (
+            ["data.train.sampler=skip_settled", "data.train.sampler_arguments={rest: -1}"],
+            "rest of skip_settled is -1; it must be 1 or more",
+        ),
+        (
+            ["data.train.sampler=difficulty_pools", "data.train.sampler_arguments={easy_share: 2}"],
+            "easy_share of difficulty_pools is 2; it must be 0 or more, and at most 1",
+        ),
         ("+data.heldout.sampler=near_worst", "evaluations read every row once; remove it"),
         ("+data.heldout.sampler_arguments={a: 1}", "has no effect without data.heldout.sampler"),
     ],
 )
 def test_a_plan_refuses_what_does_not_fit(
-    recipe: Path, hflow: CommandLine, override: str, message: str
+    recipe: Path, hflow: CommandLine, override: str | list[str], message: str
 ) -> None:
+    given = [override] if isinstance(override, str) else override
     for command in ("check", "plan"):
-        assert message in hflow.refused(command, recipe, override)
+        assert message in hflow.refused(command, recipe, *given)
 
 
 @pytest.mark.parametrize(

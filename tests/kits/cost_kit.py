@@ -82,8 +82,9 @@ def side(shape=SMALL, layout="d1", hardware=TOY, backend="torch", per_machine=8,
 
 
 def in_turns(one):
-    """The costs of an engine without asynchronous scheduling, which launches each kernel by itself."""
-    return replace(one, traits=replace(one.traits, schedules_ahead_on=(), captured_families=()))
+    """The costs of an engine without asynchronous scheduling; only vLLM's steps are CUDA graphs."""
+    captured = None if one.traits.captured_families is None else ()
+    return replace(one, traits=replace(one.traits, schedules_ahead_on=(), captured_families=captured))
 
 
 def named(parts):

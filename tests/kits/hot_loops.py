@@ -69,11 +69,12 @@ HOT: Mapping[str, Collection[str] | None] = {
     "training/megatron/context_parallel.py": EVERYTHING,
     "training/megatron/experts.py": EVERYTHING,
     "training/megatron/hf_ranges.py": EVERYTHING,
+    "training/megatron/latent_attention.py": EVERYTHING,
     "training/megatron/layers.py": EVERYTHING,
     "training/megatron/model.py": (
         "inputs",
         "replayed_here",
-        "output_matrix",
+        "logits",
         "zero_loss",
         "_postprocess",
         "_prepare_embedded",

@@ -19,6 +19,8 @@ from hflow.models.expert_tensors import stacked_views
 from hflow.models.heads import ScalarHead, head_prefix, save_head
 from hflow.models.packed_attention import PackedLayout
 from hflow.models.settings import ModelSettings
+from hflow.shapes.model_shape import is_in_fp32
+from tests.kits.family_kit import ARCHITECTURES
 
 VOCAB = 300
 """Padded to 384 rows for one rank and to 512 for two or four, of which the last then has none."""
@@ -44,6 +46,12 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 LLAMA = QWEN2 | {"model_type": "llama", "attention_bias": True, "rope_parameters": LLAMA3_ROPE}
 QWEN3_MOE = QWEN3 | {
     "model_type": "qwen3_moe",
@@ -54,7 +62,20 @@ QWEN3_MOE = QWEN3 | {
     "mlp_only_layers": [],
 }
 MIXTRAL = QWEN2 | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
-MISTRAL = QWEN2 | {"model_type": "mistral", "sliding_window": None}
+GLM4_MOE = {"model_type": "glm4_moe", **ARCHITECTURES["glm4_moe"], "vocab_size": VOCAB} | {
+    "routed_scaling_factor": 1.5,
+    "n_shared_experts": 2,
+}
+DEEPSEEK = {"model_type": "deepseek_v3", **ARCHITECTURES["deepseek_v3"], "vocab_size": VOCAB} | {
+    "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
+    "attention_bias": True,
+    "initializer_range": 0.1,
+}
+GEMMA3 = {"model_type": "gemma3_text", **ARCHITECTURES["gemma3_text"], "vocab_size": VOCAB} | {
+    "query_pre_attn_scalar": 12,
+    "initializer_range": 0.1,
+}
+MISTRAL = QWEN2 | {"model_type": "mistral", "sliding_window": None, "rope_parameters": YARN}
 
 LENGTHS = ((5, 9, 3, 1), (12, 2, 5))
 """Sequences of each micro-batch: 18 and 19 tokens, which two ranks cannot share equally."""
@@ -152,6 +173,22 @@ ROUNDS: list[list[tuple[tuple[int, ...], Case]]] = [
             Case("one key-value head t4 without sp", (1, 4, 1), ONE_KV, NO_SP),
         )
     ],
+    [
+        (FIRST, Case("glm4_moe t2", (1, 2, 1), GLM4_MOE)),
+        (SECOND, Case("glm4_moe p2 recomputed", (1, 1, 2), GLM4_MOE, RECOMPUTED)),
+    ],
+    [
+        (FIRST, Case("deepseek_v3 t2", (1, 2, 1), DEEPSEEK)),
+        (SECOND, Case("deepseek_v3 p2", (1, 1, 2), DEEPSEEK | {"q_lora_rank": None})),
+    ],
+    [
+        (FIRST, Case("gemma3_text t2", (1, 2, 1), GEMMA3, SP)),
+        (SECOND, Case("gemma3_text untied p2 recomputed", (1, 1, 2), GEMMA3 | UNTIED, RECOMPUTED)),
+    ],
+    [
+        (FIRST, Case("gemma3_text t2 without sp", (1, 2, 1), GEMMA3, NO_SP)),
+        (SECOND, Case("mistral with windows p2", (1, 1, 2), MISTRAL | {"sliding_window": 4})),
+    ],
     [(ALL, Case("five layers p4", (1, 1, 4), QWEN2 | {"num_hidden_layers": 5}))],
 ]
 """What the ranks of the first column compute, one round after the other."""
@@ -175,7 +212,8 @@ def model(case: Case) -> tuple[PreTrainedModel, ScalarHead | None]:
     made = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     head = None if case.head == "lm" else ScalarHead(config.hidden_size, 7, case.head)
     with torch.no_grad():
-        for weight in (*made.parameters(), *(head.parameters() if head else ())):
+        biases = (x for name, x in made.named_buffers() if is_in_fp32(name))
+        for weight in (*made.parameters(), *biases, *(head.parameters() if head else ())):
             weight.add_(torch.randn(weight.shape), alpha=0.1)
     return made, head
 
@@ -255,10 +293,11 @@ def expected(name: str) -> Expected:
         loss = loss + (outputs[-1] * output_weights(pack, case.head)).sum()
     loss.backward()
     family = case.architecture["model_type"]
+    biases = {name: x for name, x in made.named_buffers() if is_in_fp32(name)}
     return Expected(
         [output.detach() for output in outputs],
         dict(stacked_views(family, ((n, weight.grad.float()) for n, weight in named.items()))),
-        dict(stacked_views(family, ((n, weight.detach()) for n, weight in named.items()))),
+        biases | dict(stacked_views(family, ((n, weight.detach()) for n, weight in named.items()))),
     )
 
 

@@ -28,6 +28,7 @@ from megatron.core.transformer.module import param_is_not_shared  # noqa: E402
 
 from hflow.models.host_copy import HostCopies  # noqa: E402
 from hflow.shapes.layout import Layout  # noqa: E402
+from hflow.shapes.model_shape import is_in_fp32  # noqa: E402
 from hflow.training.megatron import weight_export as weights  # noqa: E402
 from hflow.training.megatron.hf_export import copy_stage  # noqa: E402
 from hflow.training.megatron.model import Stage, build_stage  # noqa: E402
@@ -67,10 +68,15 @@ def compute(case: kit.Case, group: Any, path: Path) -> None:
     )
     stage.config.finalize_model_grads_func = finalize_model_grads
     outputs = run_schedule(stage, ddp, kit.packs())
-    gradients = {name: weight.main_grad for name, weight in stage.module.named_parameters()}
+    gradients = {
+        name: weight.main_grad if weight.requires_grad else weight
+        for name, weight in stage.module.named_parameters()
+    }
     results = {
         "norm": norm(stage),
-        "gradients": {n: x.clone() for n, x in named_weights(stage, torch.float32, gradients)},
+        "gradients": {
+            n: x.clone() for n, x in named_weights(stage, torch.float32, gradients) if not is_in_fp32(n)
+        },
         "weights": [(n, x.clone()) for n, x in named_weights(stage)],
         "blocks": [(block.tensor, block.box, block.values.clone()) for block in held_blocks(stage)],
     }
@@ -86,7 +92,8 @@ def norm(stage: Stage) -> torch.Tensor:
     counted = [
         weight.main_grad.square().sum()
         for weight in stage.module.parameters()
-        if param_is_not_shared(weight)
+        if weight.requires_grad
+        and param_is_not_shared(weight)
         and param_is_not_tensor_parallel_duplicate(weight, stage.parallel.groups.tp)
     ]
     square = torch.stack(counted).sum()
@@ -124,7 +131,7 @@ def loss(stage: Stage, pack: kit.Pack, hidden: torch.Tensor, outputs: list[torch
     """Return the weighted sum of the output. Each tensor rank sums its part of the vocabulary."""
     weights = kit.output_weights(pack, stage.head)
     if stage.head == "lm":
-        output = stage.output_matrix.logits(hidden).float()
+        output = stage.logits(hidden).whole().float()
         parts = [torch.empty_like(output) for _ in range(stage.parallel.tensor)]
         dist.all_gather(parts, output.detach().contiguous(), group=stage.parallel.groups.tp)
         outputs.append(torch.cat(parts, dim=-1))

@@ -94,6 +94,11 @@ def train_adapters(rank: int, path: Path, groups: Groups) -> None:
     train_rounds(rank, path, groups, twins.ADAPTER_ROUNDS)
 
 
+def train_families(rank: int, path: Path, groups: Groups) -> None:
+    megatron_optimizer.BUCKET_PARAMETERS = twins.BUCKET_PARAMETERS
+    train_rounds(rank, path, groups, twins.FAMILY_ROUNDS)
+
+
 def train_rounds(rank: int, path: Path, groups: Groups, rounds: list[dict[tuple[int, ...], Any]]) -> None:
     for number, turn in enumerate(rounds):
         with late_gathers(number % 2 == 0):
@@ -128,7 +133,7 @@ def train_twin(twin: twins.Twin, group: Any, path: Path) -> None:
     weights = {name: tensor.clone() for name, tensor in backend.weights()}
     torch.save((metrics, weights), path / f"{twin.name}.{group.rank()}.pt")
     if twin.pipe == 1:
-        assert len(backend._optimizer.module.bucket_groups) > 2
+        assert sum(map(len, backend._optimizer._buckets)) > 2
     if twin.dtype == "bf16" or "adapters" in twin.node:
         backend.save(str(path / f"{twin.name} saved"))()
 

@@ -16,9 +16,12 @@ import torch_kit as kit
 from hflow.config.schema import BalanceConfig, LoraConfig, OptimConfig
 from hflow.data.batches.batch import Batch, Column
 from hflow.shapes.layout import Layout
+from hflow.shapes.model_shape import EXPERT_TARGETS
 from hflow.training.interface import NodeCall, TrainShard
 from hflow.types import Unit
+from tests.kits import family_kit
 
+OUTER = ("all-linear", "embed_tokens", "lm_head")
 STEPS = range(3, 6)
 """The versions of the tokens, so that each step compares some with the engine's log-probs."""
 FIRST, SECOND, ALL = (0, 1), (2, 3), (0, 1, 2, 3)
@@ -82,9 +85,35 @@ NODES: dict[str, tuple[NodeCall, dict[str, Any]]] = {
         kit.call(sft, "token", [], reduce="token-mean"),
         {"lora": LoraConfig(r=3, alpha=8, dora=True, targets=("v_proj", "o_proj", "gate_proj"))},
     ),
+    "adapters of experts": (
+        kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean", epochs=2),
+        {"lora": LoraConfig(r=4, alpha=8, targets=("all-linear", *EXPERT_TARGETS), save_merged=True)},
+    ),
+    "adapters of downs of mixtral": (
+        kit.call(sft, "token", [], reduce="token-mean"),
+        {"lora": LoraConfig(r=3, alpha=8, targets=(EXPERT_TARGETS[1],))},
+    ),
+    "outer adapters": (
+        kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean", epochs=2),
+        {"lora": LoraConfig(r=4, alpha=8, targets=OUTER, save_merged=True)},
+    ),
+    "critic with adapters of its embedding": (
+        kit.VALUE,
+        {"head": "value", "lora": LoraConfig(r=4, alpha=8, targets=("all-linear", "embed_tokens"))},
+    ),
     "experts with adapters": (
         kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean"),
         {"lora": LoraConfig(r=4, alpha=8)},
+    ),
+    "glm4_moe": (
+        kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean"),
+        {"balance": BalanceConfig(coefficient=0.3, bias_rate=0.01)},
+    ),
+    "gemma3_text": (kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean"), {}),
+    "deepseek_v2": (kit.call(sft, "token", [], reduce="token-mean"), {}),
+    "deepseek_v3": (
+        kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean"),
+        {"balance": BalanceConfig(coefficient=0.3)},
     ),
 }
 """A call, and the settings of its model. PPO makes four updates a step and looks at the entropy."""
@@ -96,8 +125,13 @@ EXPERTS = kit.ARCHITECTURE | {
     "norm_topk_prob": True,
 }
 """The model of nodes with experts."""
+UNTIED = kit.ARCHITECTURE | {"tie_word_embeddings": False}
+"""The model of nodes with adapters of embedding and output matrix."""
 MIXTRAL = kit.ARCHITECTURE | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 """The model of nodes of Mixtral."""
+
+FAMILIES = ("glm4_moe", "deepseek_v2", "deepseek_v3", "gemma3_text")
+"""Nodes with a model of their own family (`family_kit.py`)."""
 
 BUCKET_PARAMETERS, BUCKET_ADAPTERS = 1000, 100
 """Small enough for several buckets of gradients and weights, and of adapters."""
@@ -265,8 +299,50 @@ ADAPTER_ROUNDS: list[dict[tuple[int, ...], Twin]] = [
         SECOND: Twin("adapters with magnitudes", data=2, settings=BF16),
     },
     {ALL: Twin("experts with adapters", data=2, expert=2, tensor=2, base_of="experts with adapters")},
+    {
+        FIRST: Twin("adapters of experts", data=2, expert=2, settings={"offload": "all"}, budget=20),
+        SECOND: Twin("adapters of experts", tensor=2, settings=RECOMPUTED),
+    },
+    {ALL: Twin("adapters of experts", data=2, tensor=2, expert=2)},
+    {
+        FIRST: Twin("adapters of downs of mixtral", data=2, expert=2),
+        SECOND: Twin("adapters of downs of mixtral", pipe=2, settings=RECOMPUTED, budget=20),
+    },
+    {ALL: Twin("adapters of experts", tensor=2, context=2, expert=2, base_of="experts with adapters")},
+    {
+        FIRST: Twin("adapters of experts", data=2, expert=2, settings=BF16),
+        SECOND: Twin("outer adapters", tensor=2, settings=SP | BF16),
+    },
+    {
+        FIRST: Twin("outer adapters", data=2, settings={"offload": "all"}, budget=20),
+        SECOND: Twin("outer adapters", pipe=2, settings=RECOMPUTED, budget=1),
+    },
+    {ALL: Twin("outer adapters", data=2, tensor=2, settings=SP | RECOMPUTED)},
+    {ALL: Twin("outer adapters", tensor=2, context=2, settings=NO_SP)},
+    {
+        FIRST: Twin("critic with adapters of its embedding", tensor=2, settings=NO_SP),
+        SECOND: Twin(
+            "critic with adapters of its embedding", tensor=2, settings=SP, base_of="outer adapters"
+        ),
+    },
 ]
 """The same for models with adapters."""
+
+
+def _family_rounds(node: str, expert: int) -> list[dict[tuple[int, ...], Twin]]:
+    """Return the layouts in which a family trains. Experts are divided over `expert` ranks."""
+    return [
+        {FIRST: Twin(node, tensor=2, settings=SP), SECOND: Twin(node, pipe=2, settings=RECOMPUTED)},
+        {FIRST: Twin(node, data=2, expert=expert, budget=20), SECOND: Twin(node, context=2)},
+        {ALL: Twin(node, data=2, tensor=2, expert=expert, settings=SP | RECOMPUTED)},
+    ]
+
+
+FAMILY_ROUNDS = [
+    row for family in FAMILIES for row in _family_rounds(family, expert=1 if family == "gemma3_text" else 2)
+]
+"""The same for families."""
+FAMILY_TWINS = {twin.name: twin for turn in FAMILY_ROUNDS for twin in turn.values()}
 ADAPTER_TWINS = {twin.name: twin for turn in ADAPTER_ROUNDS for twin in turn.values()}
 TWINS = {twin.name: twin for turn in ROUNDS for twin in turn.values()}
 
@@ -311,7 +387,9 @@ def _start(node: str, checkpoint: Path) -> Path:
     """Return the checkpoint that a node starts from. Models with experts and reward models have their own."""
     if (checkpoint / node).is_dir():
         return checkpoint / node
-    own = checkpoint / ("experts" if "experts" in node else NODES[node][1].get("head", "lm"))
+    kinds = {"mixtral": "mixtral", "experts": "experts", "outer": "untied", "embedding": "untied"}
+    kind = next((kind for word, kind in kinds.items() if word in node), NODES[node][1].get("head", "lm"))
+    own = checkpoint / kind
     return own if own.is_dir() else checkpoint
 
 
@@ -320,11 +398,20 @@ def initial_weights(node: str, checkpoint: Path) -> dict[str, torch.Tensor]:
     return kit.weights(kit.model(path=str(_start(node, checkpoint)), architecture=None, **NODES[node][1]))
 
 
+def save_families(path: Path) -> None:
+    """Save the models of families that nodes start from."""
+    for family in FAMILIES:
+        made = kit.model(architecture=family_kit.architecture(family))
+        family_kit.vary(made._model)
+        made.save(str(path / family))()
+
+
 def save_checkpoint(path: Path) -> None:
     """Save the models that nodes start from."""
     kit.with_biases(kit.model()).save(str(path))()
     kit.model(architecture=EXPERTS).save(str(path / "experts"))()
     kit.model(architecture=MIXTRAL).save(str(path / "mixtral"))()
+    kit.model(architecture=UNTIED).save(str(path / "untied"))()
 
 
 @dataclass(frozen=True)
@@ -442,6 +529,13 @@ def train(rank: int, directory: str) -> None:
     megatron_twin_ranks.run(rank, Path(directory), megatron_twin_ranks.train)
 
 
+def train_families(rank: int, directory: str) -> None:
+    """Run a rank that trains models of other families."""
+    import megatron_twin_ranks
+
+    megatron_twin_ranks.run(rank, Path(directory), megatron_twin_ranks.train_families)
+
+
 def train_adapters(rank: int, directory: str) -> None:
     """Run a rank that trains adapters."""
     import megatron_twin_ranks
@@ -454,3 +548,24 @@ def infer(rank: int, directory: str) -> None:
     import megatron_twin_ranks
 
     megatron_twin_ranks.run(rank, Path(directory), megatron_twin_ranks.infer)
+
+
+def assert_trains_as_torch(directory: Path, name: str, twin: Twin) -> None:
+    """Assert that all ranks have the metrics of three steps, and weights after them, of torch in one process.
+
+    Args:
+        directory: it has the results of each rank, and the checkpoint from which all began.
+        name: the twin's name in files.
+        twin: the twin.
+    """
+    import pytest  # which ranks do not need
+
+    wanted = expected(twin.node, twin.dtype, directory / "checkpoint")
+    for rank in range(twin.num_ranks):
+        metrics, weights = torch.load(directory / f"{name}.{rank}.pt", weights_only=False)
+        if rank in twin.heads:
+            for got, there in zip(metrics, wanted.metrics, strict=True):
+                assert comparable(got) == pytest.approx(there, rel=2e-5, abs=1e-6)
+        assert weights.keys() == wanted.weights.keys()
+        for key, tensor in wanted.weights.items():
+            torch.testing.assert_close(weights[key], tensor, atol=5e-6, rtol=1e-5)

@@ -17,6 +17,7 @@ import torch_kit
 from hflow.config.schema import LoraConfig, OptimConfig
 from hflow.models.settings import ModelSettings, RankPosition
 from hflow.shapes.layout import Layout
+from hflow.shapes.model_shape import EXPERT_TARGETS
 from hflow.training.interface import TrainShard
 from hflow.training.megatron.device import prepare
 
@@ -47,6 +48,8 @@ class Case:
 
 
 LORA, DORA = LoraConfig(r=8), LoraConfig(r=8, dora=True)
+OUTER = LoraConfig(r=8, targets=("all-linear", "embed_tokens", "lm_head"))
+EXPERTS = LoraConfig(r=8, targets=("all-linear", *EXPERT_TARGETS))
 CASES = (
     Case("d1", "fp32", recompute=False),
     Case("d2e2", "fp32", recompute=False),
@@ -62,6 +65,9 @@ CASES = (
     Case("d1", "fp32", recompute=False, is_dense=True, lora=DORA),
     Case("d2t2", "fp32", recompute=False, is_dense=True, lora=DORA),
     Case("d2t2", "bf16", recompute=True, is_dense=True, lora=DORA),
+    Case("d2t2", "fp32", recompute=False, is_dense=True, lora=OUTER),
+    Case("d2t2e2", "fp32", recompute=False, lora=EXPERTS),
+    Case("d2e2", "bf16", recompute=True, lora=EXPERTS),
 )
 SEQUENCES, LENGTH = 16, 64
 """Of each data rank."""

@@ -61,7 +61,7 @@ def twin(backend: ModelBackend, base: Path, lora: OurConfig) -> PeftModel:
 def as_named_by_peft(weights: Mapping[str, Tensor], lora: OurConfig) -> dict[str, Tensor]:
     """Return the weights of a backend's adapters as peft has them: those of experts are in one matrix."""
     targets = [name for name in EXPERT_TARGETS if name in lora.targets]
-    return dict(as_in_peft(name, x, targets) for name, x in weights.items())
+    return as_in_peft(weights, targets)
 
 
 def adapters(model: PeftModel) -> dict[str, nn.Parameter]:

@@ -63,7 +63,7 @@ def timed_schedules(draw: st.DrawFn, *kinds: str) -> Timed:
     names = ("src", *replicas, *published, *(n.name for n in schedule.nodes))
     seconds = {name: draw(SECONDS) for name in names}
     ahead = models == ("teacher",) or schedule.settings.sync_every > 1
-    if schedule.shared and ahead and samples:  # else the turn goes on with the next ones meanwhile
+    if schedule.shared and ahead and samples:  # else the turn continues with the next ones meanwhile
         seconds |= {node.name: 0.0 for node in samples}
         seconds["src"] = max(1.0, seconds["src"])
     return Timed(schedule, seconds)

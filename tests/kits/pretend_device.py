@@ -268,7 +268,11 @@ class _Event:
         (stream or _current_stream()).wait_event(self)
 
     def query(self) -> bool:
-        return self._stream.num_done >= self._num_before
+        """Return whether it has happened. It happens before the host asks again."""
+        if self._stream.num_done >= self._num_before:
+            return True
+        self.happen()
+        return False
 
     def happen(self) -> None:
         """Do the work before it."""
@@ -380,8 +384,9 @@ def _addresses(*tensors: Tensor) -> list[int]:
 
 
 def _pin(tensor: Tensor) -> Tensor:
-    """Return a copy in memory that counts as pinned, as long as it exists."""
-    return _mark_pinned(tensor.clone())
+    """Return a copy in memory that counts as pinned, as long as it exists. Gaps remain, as in torch's."""
+    copied = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    return _mark_pinned(copied.copy_(tensor))
 
 
 def _mark_pinned(tensor: Tensor) -> Tensor:
@@ -602,9 +607,10 @@ def _copy(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
         if is_waited_for:
             _record("copy to the host")
     elif not _is_here(source):
-        is_waited_for = not (non_blocking and _is_pinned(source))
+        has_gaps = not source.is_contiguous() and source.stride() != target.stride()
+        is_waited_for = has_gaps or not (non_blocking and _is_pinned(source))
         if is_waited_for:
-            _record("copy to the device that is not pinned and non_blocking")
+            _record("copy to the device that is not pinned, contiguous and non_blocking")
     else:
         is_waited_for = False
     to, given = (_to_cpu(x) if _is_here(x) else x for x in (target, source))

@@ -17,8 +17,8 @@ from hflow.planner.search import PLACEMENT, Evaluator, SearchProblem, free_setti
 from hflow.planner.search.evaluate import GroupChoice
 from hflow.planner.search.explore import divisions, spread_divisions
 from hflow.planner.search.layouts import assign_devices, compositions
-from hflow.planner.search.options import ReplicaOption
 from hflow.planner.search.partition import Blocks, connected_blocks
+from hflow.planner.search.replica_option import ReplicaOption
 from hflow.shapes.layout import Layout
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -43,11 +43,11 @@ def sides(node: str, **settings: object) -> dict[str, Side]:
     }
 
 
-def expert_sides(**settings: object) -> dict[str, Side]:
+def expert_sides(node: str = "experts", **settings: object) -> dict[str, Side]:
     """Return the layouts of a model with experts."""
 
     def twin(**sizes: int) -> twins.Twin:
-        return twins.Twin("experts", settings=dict(settings), **sizes)
+        return twins.Twin(node, settings=dict(settings), **sizes)
 
     return {
         "torch d2": Side("torch", twin(data=2), twins.FIRST),
@@ -107,12 +107,17 @@ ADAPTER_PAIRS = [
     ("megatron d2t2", "megatron t4"),
     ("megatron t4", "torch d1"),
 ]
+OUTER_PAIRS = [("torch d2", "megatron d2t2"), ("megatron d2t2", "megatron p2"), ("megatron t2", "torch d1")]
 Exchange = tuple[dict[str, Side], list[tuple[str, str]]]
 EXCHANGES: list[Exchange] = [
     (PPO, PAIRS),
     (CRITIC, CRITIC_PAIRS),
     (EXPERTS, EXPERT_PAIRS),
+    (expert_sides("deepseek_v2"), EXPERT_PAIRS[2:]),
+    (expert_sides("deepseek_v3"), [("torch d2", "megatron t2"), ("megatron t2", "torch d2")]),
     (ADAPTERS, ADAPTER_PAIRS),
+    (sides("outer adapters"), OUTER_PAIRS),
+    (expert_sides("adapters of experts"), EXPERT_PAIRS),
     (HALF, HALF_PAIRS),
 ]
 
@@ -149,6 +154,10 @@ OF_OPTIMIZERS: dict[str, Exchange] = {
     for name, optim in OPTIMIZERS.items()
 }
 OF_OPTIMIZERS["muon with experts"] = (expert_sides(optim=OPTIMIZERS["muon"]), EXPERT_PAIRS)
+OF_OPTIMIZERS["muon with adapters of experts"] = (
+    expert_sides("adapters of experts", optim=OPTIMIZERS["muon"]),
+    [("torch d2", "megatron d2c2e2"), ("megatron d2c2e2", "megatron t2"), ("megatron t2", "torch d2")],
+)
 """Optimizer -> the layouts that train with it, and continue from each other."""
 
 

@@ -16,12 +16,18 @@ import megatron_twins as twins
 import shard_cases
 import torch_kit
 
+from hflow.shapes.architectures import read_shape
+from hflow.shapes.model_shape import torch_only
+
 STAND_IN = Path(__file__).parent / "te_stand_in"
 """To be in `sys.path` before megatron is imported."""
 TE: dict[str, Any] = {"kernels": "transformer_engine"}
 
 
 def with_te(case: kit.Case) -> kit.Case:
+    """Return a case with other kernels, if they compute all of its layers."""
+    if torch_only(read_shape(case.architecture)):
+        return case
     return dataclasses.replace(case, settings=case.settings | TE)
 
 

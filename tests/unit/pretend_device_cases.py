@@ -18,7 +18,8 @@ from torch.distributed import PrefixStore
 
 from hflow.base.errors import BackendError, RunError, WorkerFailureError
 from hflow.config.schema import LoraConfig
-from hflow.doctor.attention_check import attention_error
+from hflow.data.batches.device_copy import to_device
+from hflow.doctor.attention_check import CASES, attention_error
 from hflow.doctor.gpus import MAX_ATTENTION_ERROR
 from hflow.engines.embedded.engine import EmbeddedEngine
 from hflow.engines.embedded.module import changing_tensors
@@ -200,8 +201,41 @@ def test_buckets_are_broadcast_beside_training(device, monkeypatch):
             patch.setattr(pretend_device._Event, "wait", lambda event, stream=None: None)
             assert broadcast(device, patch) != right
         with monkeypatch.context() as patch:
-            patch.setattr(pretend_device._Stream, "synchronize", lambda stream: None)
+            patch.setattr(pretend_device._Event, "query", lambda event: True)
             assert broadcast(device, patch) != right
+
+
+def test_a_broadcast_to_a_worker_that_has_ended_is_aborted(device, monkeypatch):
+    """Where NCCL would wait for it, until torch ends the process that trains."""
+    aborted, waits = threading.Event(), threading.Event()
+
+    class Lost(pretend_device.PretendGroup):
+        def abort(self):
+            aborted.set()
+
+    def join(store, name, rank, size, where, timeout):
+        return Lost(PrefixStore(name, store), 0, 1, timeout)
+
+    def query(event):
+        waits.set()
+        return False
+
+    monkeypatch.setattr(collective._Stream, "_all_wait", lambda *_: True)
+    monkeypatch.setattr(collective, "_join", join)
+    sender = make_channel(ChannelSettings("collective", "a-0", "", host="127.0.0.1", timeout=1.0))
+    (bucket,) = pack_buckets([(WeightSlice("w", (8,), ((0, 8),), 0), torch.arange(8.0, device=device))])
+    with pretend_device.deferred(), monkeypatch.context() as patch:
+        patch.setattr(pretend_device._Event, "query", query)
+        sender.send((1,), bucket)
+        assert waits.wait(30)
+        assert not aborted.is_set()
+        threads = [thread for thread in threading.enumerate() if thread.name == "hflow-broadcast"]
+        sender.forget_receivers()
+        assert aborted.wait(30)
+        for thread in threads:
+            thread.join(30)
+            assert not thread.is_alive()
+    sender.close()
 
 
 def test_buckets_in_shared_memory_are_complete_when_they_are_sent(device, monkeypatch):
@@ -273,7 +307,7 @@ def test_a_train_step_is_that_of_the_cpu_and_waits_once_per_update(device, name)
     assert syncs == {"item": num_updates, "copy to the host": 1}  # norms of gradients; metrics
 
 
-@pytest.mark.parametrize("name", ["muon", "sgd"])
+@pytest.mark.parametrize("name", ["adamw_8bit", "muon", "sgd"])
 def test_optimizers_step_as_on_the_cpu_and_wait_for_nothing(device, name):
     optim = dataclasses.replace(kit.SETTINGS.optim, name=name, eps=1e-3 if name != "sgd" else 1e-8)
     here, wanted, _ = trained("cpu", "mask", optim=optim)
@@ -354,17 +388,29 @@ def test_packed_attention_in_bf16_is_the_flash_kernel(device):
     assert kernel is AttentionKernel.VARLEN
 
 
+@pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.reach.window is None])
 @pytest.mark.parametrize("kernel", FLASH_MODULES)
-def test_packages_are_called_with_their_parameters(device, kernel, monkeypatch):
+def test_packages_are_called_with_their_parameters(device, kernel, case, monkeypatch):
     """Forward and backward, as `hflow doctor` compares them with float64."""
     monkeypatch.setattr(attention_kernels, "_flash_kernel", pretend_attention.stand_in)
     monkeypatch.setattr(packed_attention, "kernel_of", lambda *_: kernel)
-    error = attention_error(device, torch.bfloat16)
+    error = attention_error(device, torch.bfloat16, CASES[case])
     assert error.kernel is kernel
     assert max(error.output, error.gradient) <= MAX_ATTENTION_ERROR["bf16"]
 
 
 # ----------------------------------------------------------------------------------------- copies
+def test_columns_of_a_table_are_copied_without_waiting(device):
+    columns = torch.arange(12).view(3, 4)[:, :2]
+    with host_syncs() as syncs:
+        copied = to_device(columns, device)
+    assert [sync.kind for sync in syncs] == []
+    torch.testing.assert_close(copied.cpu(), columns)
+    with host_syncs() as syncs:
+        columns.pin_memory().to(device, non_blocking=True)
+    assert len(syncs) == 1
+
+
 def test_copies_for_a_checkpoint_are_pinned_and_waited_for_once(device):
     before = pretend_device.pinned_by_address()
     copies, values = HostCopies(), [torch.randn(n, device=device) for n in (3, 1000)]

@@ -232,3 +232,13 @@ def test_the_optimal_token_baseline_is_that_of_verl(lengths, seed):
             total = sum(energies[i][t] for i in peers)
             baseline = sum(energies[i][t] * reward[i] for i in peers) / total
             torch.testing.assert_close(found[own][t].double(), reward[own] - baseline, atol=1e-5, rtol=0)
+
+
+def test_the_optimal_token_baseline_has_the_numbers_of_verl():
+    """Those of its code, for answers of 3, 2 and 3 tokens with rewards 1, 0 and 0.5."""
+    logprobs = torch.tensor([0.5, 0.2, 0.9, 0.3, 0.6, 0.8, 0.4, 0.1]).log()
+    norms = 1 - 2 * logprobs.exp() + torch.tensor([0.4, 0.3, 0.85, 0.3, 0.5, 0.7, 0.3, 0.4])
+    seqs = Sequences.of([3, 2, 3], group=[0, 0, 0])
+    found = algo.optimal_token_advantage(torch.tensor([1.0, 0.0, 0.5]), norms, seqs)
+    expected = [0.625, 0.4482759, 0.2857143, -0.375, -0.5517241, 0.125, -0.0517241, -0.2142857]
+    assert found.tolist() == pytest.approx(expected, abs=1e-6)

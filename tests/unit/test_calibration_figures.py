@@ -120,6 +120,11 @@ def test_ranks_that_divide_experts_wait_for_the_one_with_most_tokens():
         for one in (waits, TOY)
     ]
     assert kernels[0] == pytest.approx(1.5 * kernels[1])
+    sent = [
+        named(forward(side(MIXED, "d4e4", backend="megatron", hardware=one), work(64.0)))["tokens to experts"]
+        for one in (waits, TOY)
+    ]
+    assert sent[0] == pytest.approx(1.5 * sent[1])
 
 
 # ----------------------------------------------------------------------------------- trainers

@@ -59,7 +59,7 @@ def test_the_later_row_of_a_step_counts_and_an_unfinished_line_does_not(tmp_path
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "gen/reward": 0.7}\n{"step": 3, "gen/rew')
     record = read_run(str(run))
-    assert record.curves["gen/reward"] == ((1, 0.1), (2, 0.7))
+    assert tuple(record.curves["gen/reward"]) == ((1, 0.1), (2, 0.7))
     assert record.state == "failed or killed after 2 of 20 steps"
 
 

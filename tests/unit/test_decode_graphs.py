@@ -21,6 +21,7 @@ class CapturingEngine(EmbeddedEngine):
     """An engine on a CPU that decodes as on a GPU: what a graph holds is run again at each replay.
 
     A function that is captured sees what it saw then, so a value that is not in the graph's inputs is stale.
+    A replay fails if the rotary table is another tensor than when it was captured, which graphs do not see.
     """
 
     _has_pages = True
@@ -30,7 +31,13 @@ class CapturingEngine(EmbeddedEngine):
 
         def capture(step: Callable[[], None]) -> Callable[[], None]:
             self.captured_rows.append(len(self._running))
-            return step
+            table = decoder._cos.data_ptr()
+
+            def replay() -> None:
+                assert decoder._cos.data_ptr() == table, "a graph reads a rotary table that was replaced"
+                step()
+
+            return replay
 
         limits = self._options.max_running, self._max_length
         return DecodeGraphs(decoder, self._cache, self._device, *limits, capture)
@@ -75,6 +82,26 @@ def test_graphs_follow_new_weights_and_sleep() -> None:
         engine.wake_weights()
         engine.wake_cache()
         results.append(ended | run(engine))
+    assert_equal(results[1], results[0])
+
+
+@pytest.mark.gpu
+def test_decode_steps_are_launched_one_by_one_where_asked() -> None:
+    on_gpu = replace(settings("qwen3"), device="cuda")
+    has_graphs = [EmbeddedEngine(on_gpu, {"cuda_graphs": x})._graphs is not None for x in (True, False)]
+    assert has_graphs == [True, False]
+
+
+def test_graphs_survive_prompts_of_any_length() -> None:
+    """100 is no multiple of 16, to which the lengths of prompts are filled up."""
+    results = []
+    for cls in (EmbeddedEngine, CapturingEngine):
+        engine = cls(settings(), {"max_running": 4, "max_model_len": 100})
+        engine.add(0, PROMPTS[0], SamplingParams(max_tokens=400, seed=1))
+        for _ in range(98 - len(PROMPTS[0])):
+            assert not engine.step()
+        engine.set_version(1)  # the sequence enters again, as a prompt of 98 tokens
+        results.append(run(engine))
     assert_equal(results[1], results[0])
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections.abc import Sequence
 from dataclasses import replace
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from hflow.base.errors import RunError
@@ -23,6 +26,7 @@ from hflow.doctor.rank_groups import (
 from hflow.planner.forecast.cost.collectives import axis_lines
 from hflow.planner.plan.hardware import GIB
 from hflow.shapes.layout import Layout
+from hflow.workers.process_groups import collective_counts, leave_process_groups
 
 KINDS = ("replica", "data", "tensor", "pipe", "context", "expert")
 
@@ -45,6 +49,26 @@ def test_each_operation_gives_the_known_answers_in_each_kind_of_group() -> None:
     assert [operation.name for operation in found.operations] == list(OPERATIONS)
     assert all(operation.is_right and operation.seconds > 0 for operation in found.operations)
     assert all(operation.expected_gb_per_s for operation in found.operations)
+
+
+def measure_and_count(rank: int, num: int, kind: str, address: str, names: Sequence[str], file: str) -> None:
+    """Measure as one rank does, and fail if collectives went through the group of the world."""
+
+    def leave() -> None:
+        world = dist.distributed_c10d._world
+        counts = collective_counts()
+        assert counts.pop(world.pg_names[world.default_pg]) == 0
+        assert any(counts.values())
+        leave_process_groups()
+
+    with mock.patch.object(rank_groups, "leave_process_groups", leave):
+        rank_groups._measure_rank(rank, num, kind, address, names, file)
+
+
+@pytest.mark.long
+def test_ranks_join_no_communicator_that_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_groups, "_measure_rank", measure_and_count)
+    assert len(rank_groups.measure_groups("cpu", 2).times) == 1
 
 
 @pytest.mark.long
@@ -87,6 +111,23 @@ def test_more_memory_than_planned_is_a_warning() -> None:
     more = memory_finding(RuntimeMemory(6, 2 * GIB, 3 * GIB // 2))
     assert (more.ok, more.required) == (False, False)
     assert memory_finding(RuntimeMemory(6, GIB, None)).ok
+
+
+def test_the_network_that_nccl_chose_is_in_its_words() -> None:
+    log = """gpu-1:71:71 [0] NCCL INFO Bootstrap: Using eth0:10.0.0.1<0>
+gpu-1:71:71 [0] NCCL INFO cudaDriverVersion 13000
+gpu-1:71:90 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB eth0:10.0.0.1<0>
+gpu-1:71:90 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB eth0:10.0.0.1<0>
+"""
+    found = rank_groups.network_in(log)
+    assert found == (
+        "Bootstrap: Using eth0:10.0.0.1<0>; "
+        "NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB eth0:10.0.0.1<0>"
+    )
+    assert rank_groups.network_in("gpu-1:71:71 [0] NCCL INFO Bootstrap : Using lo:127.0.0.1<0>") == (
+        "Bootstrap : Using lo:127.0.0.1<0>"
+    )
+    assert rank_groups.network_in("") == ""
 
 
 def test_one_gpu_has_no_collectives() -> None:

@@ -13,17 +13,21 @@ import torch
 
 from hflow.base.machine_gpus import parse_gpus
 from hflow.base.shipped import find_recipe
+from hflow.doctor.attention_check import CASES
 from hflow.doctor.gpus import (
     check_attention,
     check_gpus,
     check_listed_gpus,
     check_shared_memory,
 )
-from hflow.doctor.trial_runs import REAL_SIZES, command, trial_runs, try_runs
+from hflow.doctor.trial_runs import REAL_SIZES, command, trial_device, trial_runs, try_runs
 from hflow.launch.planning.compile import compile_recipe
+from hflow.launch.planning.request import known_devices
+from hflow.models.attention_kernels import padded_attention
 from hflow.models.packed_attention import attend
 from hflow.planner.plan.hardware import GIB
 
+DEVICES = known_devices(find_recipe("grpo"))
 H100 = "NVIDIA H100 80GB HBM3, 570.86.15, 81559, 4, Default"
 
 
@@ -76,7 +80,7 @@ def test_a_run_that_cannot_be_tried_says_why(monkeypatch):
     monkeypatch.setattr(
         "hflow.doctor.trial_runs.trial_runs", lambda: [run for run in trial_runs() if not run.on_cpu]
     )
-    found = try_runs(0, None)
+    found = try_runs(0, None, None)
     assert {(finding.ok, finding.required) for finding in found} == {(False, False)}
     assert [finding.detail for finding in found if "not checked, it needs a GPU" not in finding.detail] == []
 
@@ -84,18 +88,56 @@ def test_a_run_that_cannot_be_tried_says_why(monkeypatch):
 def test_without_ray_runs_use_one_process(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.setattr("hflow.doctor.trial_runs._try", lambda run, *_: run.name)
-    tried = {found if isinstance(found, str) else found.detail for found in try_runs(1, 79.6)}
+    tried = {
+        found if isinstance(found, str) else found.detail for found in try_runs(1, 79.6, DEVICES["h100"])
+    }
     assert tried >= {"one device", "equal runs", *REAL_SIZES}
-    reasons = [finding.detail for finding in try_runs(2, 20.0) if not isinstance(finding, str)]
+    reasons = [
+        finding.detail for finding in try_runs(2, 20.0, DEVICES["h100"]) if not isinstance(finding, str)
+    ]
     assert any("several processes, and ray is not installed" in reason for reason in reasons)
     assert [reason for reason in reasons if "it needs a GPU with 72 GiB" in reason]
-    arguments = command(EQUAL, 0, None, "out")
+    arguments = command(EQUAL, 0, None, None, "out")
     assert {"workers=inproc", "cluster=cpu-1x1", "models.actor.layout=d1"} <= set(arguments)
+
+
+def test_runs_are_planned_for_the_gpus_that_there_are(monkeypatch):
+    monkeypatch.setattr("hflow.doctor.trial_runs._try", lambda run, *_: run.name)
+    monkeypatch.setattr("hflow.doctor.trial_runs.find_spec", lambda name: True)
+    of_fp8 = {run.name for run in trial_runs() if run.precision == "fp8"}
+    assert len(of_fp8) == 2
+    assert of_fp8 < set(try_runs(8, 79.6, DEVICES["h100"]))
+    others = [found for found in try_runs(8, 80.0, DEVICES["a100-80g"]) if not isinstance(found, str)]
+    assert {(found.name, found.ok, found.required) for found in others} == {
+        (name, False, False) for name in of_fp8
+    }
+    assert all("it needs a GPU that computes in fp8" in found.detail for found in others)
+    assert all("no figures of a GPU" in found.detail for found in try_runs(8, 31.7, None))
+    arguments = command(EQUAL, 8, 80.0, DEVICES["a100-80g"], "out")
+    assert {"cluster=a100-80g-1x8", "device_memory_gib=80.0"} <= set(arguments)
+
+
+@pytest.mark.parametrize(
+    ("product", "capability", "device"),
+    [
+        ("NVIDIA H200", (9, 0), "h200"),
+        ("NVIDIA GH200 480GB", (9, 0), "h100"),
+        ("NVIDIA A10G", (8, 6), "a10"),
+        ("Tesla V100-SXM2-32GB", (7, 0), None),
+    ],
+)
+def test_figures_for_a_gpu_that_has_none(monkeypatch, product, capability, device):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda index: product)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: capability)
+    assert trial_device() == DEVICES.get(device)
 
 
 def test_attention_of_this_machine_is_right():
     found = list(check_attention("cpu"))
-    assert [finding.name for finding in found] == ["attention fp32", "attention bf16"]
+    assert [finding.name for finding in found] == [
+        f"attention {dtype}{case}" for dtype in ("fp32", "bf16") for case in CASES
+    ]
     assert all(finding.ok for finding in found), found
 
 
@@ -119,12 +161,21 @@ def test_a_kernel_with_a_wrong_gradient_is_found(monkeypatch):
         )
 
 
+def test_a_mask_from_the_wrong_end_of_the_keys_is_found(monkeypatch):
+    def from_the_first(q, k, v, scaling, reach, mask=None):
+        later = torch.ones(q.shape[2], k.shape[2]).triu(1).bool()
+        return padded_attention(q, k, v, scaling, torch.zeros(later.shape).masked_fill(later, -torch.inf))
+
+    monkeypatch.setattr("hflow.models.packed_attention.reaching_attention", from_the_first)
+    assert [finding.ok for finding in check_attention("cpu")][:3] == [True, False, False]
+
+
 def test_a_kernel_that_does_not_run_is_one_line(monkeypatch):
     def fail(*_):
         raise RuntimeError("CUDA error: no kernel image\nmore lines")
 
     monkeypatch.setattr("hflow.doctor.attention_check.attend", fail)
-    assert [finding.detail for finding in check_attention("cpu")] == ["CUDA error: no kernel image"] * 2
+    assert [finding.detail for finding in check_attention("cpu")] == ["CUDA error: no kernel image"] * 6
 
 
 def write_run(out, *spans, **metrics):
@@ -169,7 +220,7 @@ def test_an_engine_that_fills_a_gpu_must_free_it(monkeypatch, freed_gib, is_righ
     monkeypatch.setattr("hflow.doctor.trial_runs.subprocess.run", run)
     monkeypatch.setattr("hflow.doctor.trial_runs.trial_runs", lambda: [full])
     monkeypatch.setattr("hflow.doctor.trial_runs._obstacle", lambda *_: None)
-    (found,) = try_runs(1, 80.0)
+    (found,) = try_runs(1, 80.0, DEVICES["h100"])
     assert (found.ok, found.detail.endswith(end)) == (is_right, True), found.detail
 
 
@@ -189,7 +240,7 @@ def test_an_engine_must_record_the_trainers_experts(monkeypatch, metrics, is_rig
     monkeypatch.setattr("hflow.doctor.trial_runs.subprocess.run", run)
     monkeypatch.setattr("hflow.doctor.trial_runs.trial_runs", lambda: [replay])
     monkeypatch.setattr("hflow.doctor.trial_runs._obstacle", lambda *_: None)
-    (found,) = try_runs(1, 80.0)
+    (found,) = try_runs(1, 80.0, DEVICES["h100"])
     end = f"the trainer would choose others for {share} of tokens and layers"
     assert (found.ok, found.detail.endswith(end)) == (is_right, True), found.detail
 
@@ -199,7 +250,7 @@ EQUAL = next(run for run in trial_runs() if run.is_repeated)
 
 def try_alone(monkeypatch, run):
     monkeypatch.setattr("hflow.doctor.trial_runs.trial_runs", lambda: [run])
-    (found,) = try_runs(0, None)
+    (found,) = try_runs(0, None, None)
     return found
 
 
@@ -256,7 +307,7 @@ def test_the_settings_of_every_run_make_a_plan(run, num_gpus, tmp_path, monkeypa
     if 0 < num_gpus < run.min_devices:
         pytest.skip("it is not tried on so few GPUs")
     monkeypatch.setattr("hflow.launch.planning.request.engine_problems", lambda device: {})
-    arguments = command(run, num_gpus, 79.6, str(tmp_path))
+    arguments = command(run, num_gpus, 79.6, DEVICES["h100"], str(tmp_path))
     overrides = arguments[arguments.index("--plain") + 1 :]
     plan = compile_recipe(find_recipe(run.recipe), overrides).plan
     assert not plan.unrunnable

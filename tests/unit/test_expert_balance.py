@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from late_megatron import megatron
 from torch import Tensor
 
 from hflow.config.schema import BalanceConfig, OptimConfig
 from hflow.data.batches.batch import Batch, Column
 from hflow.engines.embedded.engine import EmbeddedEngine
 from hflow.models.expert_balance import ExpertBalance
-from hflow.models.settings import ModelSettings
+from hflow.models.settings import ModelSettings, RankPosition
 from hflow.shapes.architectures import ROUTERS
+from hflow.shapes.model_shape import SCORE_BIAS
 from hflow.training.interface import TrainShard
 from hflow.types import Unit
 from hflow.weights.incoming import IncomingWeights
@@ -86,7 +90,7 @@ def test_loss_and_gradient_are_those_of_the_formula(score: str, over: Any) -> No
 
 def test_biases_move_by_the_sign_of_the_difference_from_the_mean_load() -> None:
     bias = torch.tensor([0.5, 0.0, -0.5, 0.0])
-    balance = ExpertBalance(BalanceConfig(bias_rate=0.25), 1, 4, 2, DEVICE, biases=(bias,))
+    balance = ExpertBalance(BalanceConfig(bias_rate=0.25), 1, 4, 2, DEVICE, biases={0: bias})
     balance.move_biases(torch.tensor([[6.0, 2.0, 3.0, 1.0, 0, 0, 0, 0, 0]]).double())
     assert bias.tolist() == [0.25, 0.25, -0.5, 0.25]
 
@@ -98,6 +102,21 @@ def shared(batch: Batch) -> Batch:
         length = min(batch.lengths[first : first + 2]) // 2
         ids[offsets[first + 1] :][:length] = ids[offsets[first] :][:length]
     return batch.with_columns({"input_ids": Column(Unit.TOKEN, ids)})
+
+
+def megatron_model(**changes: Any) -> Any:
+    """Return a model of the megatron backend in this process."""
+    settings = replace(torch_kit.SETTINGS, **changes)
+    return megatron("backend").MegatronModel(settings, RankPosition())
+
+
+@pytest.fixture
+def same_world() -> Iterator[None]:
+    """Leave torch.distributed as it was found: megatron makes a group of this process."""
+    had_world = dist.is_initialized()
+    yield
+    if dist.is_initialized() and not had_world:
+        dist.destroy_process_group()
 
 
 def mixed(**changes: Any) -> Any:
@@ -155,22 +174,28 @@ def test_the_gradient_of_a_model_is_that_of_the_formula_in_every_layer(family: s
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_biases_are_moved_saved_and_sent_as_they_are(dtype: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [model, megatron_model])
+@pytest.mark.usefixtures("same_world")
+def test_biases_are_moved_saved_and_sent_as_they_are(make: Any, dtype: Any, tmp_path: Path) -> None:
     """Also in bf16, in which a step of 0.001 would be lost."""
-    architecture = family_kit.architecture("deepseek_v3")
-    backend = model(architecture=architecture, dtype=dtype, balance=BalanceConfig(bias_rate=1e-3))
+    architecture = family_kit.architecture("glm4_moe")
+    backend = make(architecture=architecture, dtype=dtype, balance=BalanceConfig(bias_rate=1e-3))
     shard = TrainShard((make_batch([9, 13, 6, 8]),))
     for step in range(3):
         assert backend.train(SFT, [shard], step)["max_load"] > 1
-    found = biases(backend._model)
+    found = {name: x.clone() for name, x in backend.weights() if name.endswith(SCORE_BIAS)}
     assert len(found) == 3
-    assert all(bias.abs().max() > 2.9e-3 for bias in found)
+    assert all(bias.abs().max() > 2.9e-3 and bias.dtype == torch.float32 for bias in found.values())
     backend.save(str(tmp_path))()
     again = model(path=str(tmp_path), architecture=None, dtype=dtype)
     engine = EmbeddedEngine(ModelSettings(name="actor", architecture=architecture, seed=9, dtype=dtype))
     engine.load_weights([IncomingWeights.of_tensors(backend.weights)], 1)
     for other in (again._model, engine._module):
-        assert all(torch.equal(one, two) for one, two in zip(found, biases(other), strict=True))
+        assert all(map(torch.equal, found.values(), biases(other)))
+    for block in backend.blocks():
+        if block.tensor.endswith(SCORE_BIAS):
+            block.values.add_(1)  # as update nodes do
+    assert all(torch.equal(x, found[name] + 1) for name, x in backend.weights() if name in found)
 
 
 def biases(module: Any) -> list[Tensor]:

@@ -34,6 +34,28 @@ EXPERTS = TIED | {
     "norm_topk_prob": True,
     "tie_word_embeddings": False,
 }
+GLM = EXPERTS | {
+    "model_type": "glm4_moe",
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+del GLM["num_experts"]
+DEEPSEEK = GLM | {
+    "model_type": "deepseek_v3",
+    "attention_bias": False,
+    "num_key_value_heads": 16,
+    "q_lora_rank": 768,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+GEMMA = TIED | {"model_type": "gemma3_text", "head_dim": 128, "sliding_window": 512}
 LORA = {"lora": {"r": 16, "alpha": 32}}
 OF_EXPERTS = {"lora": LORA["lora"] | {"targets": ["q_proj", "experts.gate_up_proj", "experts.down_proj"]}}
 CASES = [
@@ -43,6 +65,10 @@ CASES = [
     kit.Case("megatron", "d4t2p2c2", 31, TIED),
     kit.Case("megatron", "d8t2c2e8", 0, EXPERTS),
     kit.Case("megatron", "d4p2e4", 7, EXPERTS, {"activation_checkpointing": True}),
+    kit.Case("megatron", "d8t2c2e8", 0, GLM),
+    kit.Case("megatron", "d4t2c2", 0, GEMMA, {"sequence_parallel": True}),
+    kit.Case("megatron", "d8t2c2e8", 0, DEEPSEEK),
+    kit.Case("megatron", "d4t2p2e4", 5, DEEPSEEK | {"q_lora_rank": None}, {"activation_checkpointing": True}),
     kit.Case("torch", "d64r4", 21, TIED),
     kit.Case(
         "megatron", "d4t4p2", 0, TIED, LORA | {"sequence_parallel": True, "activation_checkpointing": True}

@@ -181,10 +181,9 @@ def test_families_that_run_nowhere_and_kernels_without_sinks_are_refused_by_the_
         "models.actor is of family gemma2, which caps scores and logits, so that it can "
     )
     assert unrunnable("gemma-3-1b") == ()
-    megatron = unrunnable("gemma-3-1b", "models.actor.backend=megatron")
-    assert megatron[0].startswith(
-        "models.actor is of family gemma3_text, which can be planned with megatron "
-    )
+    assert unrunnable("gemma-3-1b", "models.actor.backend=megatron") == ()
+    megatron = unrunnable("gpt-oss-20b", "models.actor.backend=megatron")
+    assert megatron[0].startswith("models.actor is of family gpt_oss, which can be planned with megatron ")
     sinks = unrunnable("gpt-oss-20b", "models.actor.gen.engine=embedded")
     assert any("actor has attention sinks, which torch varlen does not compute" in one for one in sinks)
 
@@ -213,6 +212,37 @@ def test_what_vllm_does_not_compute_of_a_family_is_refused_by_the_plan(
 ) -> None:
     try:
         keys = generating(family, "cluster=h100-1x1", *overrides.split())
+        found = " ".join(compile_recipe(GRPO, keys).plan.unrunnable)
+    except PlanError as error:
+        found = str(error)
+    assert message in found
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "message"),
+    [
+        (
+            "deepseek_v3",
+            "models.actor.lora.r=8",
+            "no adapters beside the latent attention of deepseek_v3; set",
+        ),
+        (
+            "deepseek_v3",
+            "models.actor.kernels=transformer_engine",
+            "but torch computes latent attention. Set",
+        ),
+        (
+            "gemma3_text",
+            "models.actor.fp8=blockwise",
+            "but torch computes norms behind attention and MLP. Set",
+        ),
+    ],
+)
+def test_what_megatron_does_not_compute_of_a_family_is_refused_by_the_plan(
+    family: str, overrides: str, message: str
+) -> None:
+    keys = generating(family, "cluster=h100-1x1", "models.actor.backend=megatron", *overrides.split())
+    try:
         found = " ".join(compile_recipe(GRPO, keys).plan.unrunnable)
     except PlanError as error:
         found = str(error)

@@ -669,7 +669,8 @@ def test_a_family_that_the_backend_does_not_build(tmp_path):
     assert "actor" not in requested(GRPO, gpt2).shapes
     message = (
         f"{tmp_path}/config.json: the megatron backend does not build model_type 'gpt2' (it builds llama, "
-        "mistral, qwen2, qwen3, qwen3_moe, mixtral); set models.actor.backend=torch"
+        "mistral, qwen2, qwen3, qwen3_moe, mixtral, glm4_moe, deepseek_v2, deepseek_v3, gemma3_text); "
+        "set models.actor.backend=torch"
     )
     with pytest.raises(ConfigError, match=re.escape(message)):
         requested(GRPO, gpt2, "models.actor.backend=megatron")

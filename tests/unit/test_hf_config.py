@@ -25,7 +25,7 @@ def test_a_good_one_is_read() -> None:
 
 
 def test_a_familys_own_end_of_text_token_is_not_that_of_another_vocabulary() -> None:
-    """It would be saved, and end turns of the saved model which went on in training."""
+    """It would be saved, and end turns of the saved model which continued in training."""
     gemma = {**kit.ARCHITECTURE, "model_type": "gemma", "head_dim": 8}
     gemma.pop("eos_token_id", None)
     config: Any = read_config(ModelSettings(name="actor", architecture=gemma))

@@ -397,16 +397,17 @@ def test_an_engine_merges_its_part_of_each_tensor(base, tmp_path, num_ranks):
 
 
 def test_an_engine_merges_its_rows_of_every_expert(mixed, tmp_path):
-    """Tensor ranks divide the rows F: of gates and ups, which have one B, and of the columns of downs."""
+    """Tensor ranks divide the rows F: of gates and ups, which have one A, and of the columns of downs."""
     backend = adapted(mixed, lora=VARIANTS["experts"])
     backend.train(CALL, kit.whole(BATCH), 0)
     whole, scale = kit.weights(adapted(mixed, lora=None)), LORA.scale
     adapters = kit.weights(backend)
     wanted = {}
     for path in (f"model.layers.{layer}.mlp.experts." for layer in (1, 2)):
-        a, b = (adapters[f"{path}gate_up_proj.lora_{x}.weight"] for x in "AB")
+        a = adapters[f"{path}gate_up_proj.lora_A.weight"]
+        gate, up = (adapters[f"{path}{x}_proj.lora_B.weight"] for x in ("gate", "up"))
         down = adapters[f"{path}down_proj.lora_B.weight"] @ adapters[f"{path}down_proj.lora_A.weight"]
-        for name, part in (("gate", b[:, :16] @ a), ("up", b[:, 16:] @ a), ("down", down)):
+        for name, part in (("gate", gate @ a), ("up", up @ a), ("down", down)):
             wanted[f"{path}{name}_proj.weight"] = whole[f"{path}{name}_proj.weight"] + scale * part
     for rank in (0, 1):
         held = {}

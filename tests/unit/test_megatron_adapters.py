@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import megatron_twins as twins
+import memory_kit
 import numpy as np
 import peft_kit
 import pytest
@@ -21,12 +22,21 @@ from transformers import AutoModelForCausalLM
 from hflow.base.errors import BackendError
 from hflow.config.schema import LoraConfig
 from hflow.models.settings import RankPosition
+from hflow.shapes.model_shape import EXPERT_TARGETS
 from hflow.training.interface import TrainShard
 
 FP32 = [name for name, twin in twins.ADAPTER_TWINS.items() if twin.dtype == "fp32"]
 BF16 = [name for name, twin in twins.ADAPTER_TWINS.items() if twin.dtype == "bf16"]
-SAVED = [name for name in FP32 if twins.ADAPTER_TWINS[name].node in ("adapters", "adapters with magnitudes")]
-OPTIONS = {"lora": {}, "rslora": {"rslora": True}, "dora": {"dora": True}}
+SAVED = [name for name in FP32 if twins.NODES[twins.ADAPTER_TWINS[name].node][1]["lora"].save_merged]
+EXPERTS = ("all-linear", *EXPERT_TARGETS)
+OPTIONS = {
+    "lora": {},
+    "rslora": {"rslora": True},
+    "dora": {"dora": True},
+    "outer": {"targets": twins.OUTER},
+    "experts": {"targets": EXPERTS},
+    "downs of experts": {"targets": ("all-linear", EXPERT_TARGETS[1])},
+}
 BIASED = kit.ARCHITECTURE | {"model_type": "llama", "attention_bias": True, "mlp_bias": True}
 BATCH = kit.make_batch(kit.LENGTHS)
 
@@ -46,16 +56,23 @@ def adapted(base: Path, **changes):
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a checkpoint of a model that has a bias beside each matrix."""
-    path = tmp_path_factory.mktemp("base")
-    kit.with_biases(kit.model(architecture=BIASED)).save(str(path))()
-    return path
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return checkpoints: of a model that has a bias beside each matrix, and of two that others need."""
+    architectures = {
+        "lora": BIASED,
+        "outer": kit.ARCHITECTURE | {"tie_word_embeddings": False},
+        "experts": kit.MIXED,
+    }
+    made = {kind: tmp_path_factory.mktemp(kind) for kind in architectures}
+    for kind, path in made.items():
+        kit.with_biases(kit.model(architecture=architectures[kind])).save(str(path))()
+    return dict.fromkeys(OPTIONS, made["lora"]) | made | {"downs of experts": made["experts"]}
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
-def test_logits_and_gradients_are_those_of_peft(base, kind):
+def test_logits_and_gradients_are_those_of_peft(bases, kind):
     """The log-probs and the gradient of their sum, with the same random adapters in peft's own model."""
+    base = bases[kind]
     backend = adapted(base, lora=LoraConfig(r=4, alpha=8, **OPTIONS[kind]))
     theirs = peft_kit.twin(backend, base, backend.settings.lora)
     named = peft_kit.adapters(theirs)
@@ -78,16 +95,16 @@ def test_logits_and_gradients_are_those_of_peft(base, kind):
     optimizer.gradient_norm = keep
     nll = kit.call(lambda out: -out.logprobs, "token", [], reduce="token-sum/1")
     metrics = backend.train(nll, [TrainShard((batch,))], 0)
-    for name, gradient in gradients.items():
+    for name, gradient in peft_kit.as_named_by_peft(gradients, backend.settings.lora).items():
         torch.testing.assert_close(gradient, named[name].grad, atol=1e-5, rtol=1e-4)
     wanted = torch.nn.utils.get_total_norm([x.grad for x in named.values()])
     assert metrics["grad_norm"] == pytest.approx(float(wanted), rel=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_adapters_can_be_turned_off(base, dtype, kind):
-    backend = adapted(base, dtype=dtype, lora=LoraConfig(r=4, alpha=8, **OPTIONS[kind]))
+@pytest.mark.parametrize("kind", ["lora", "dora", "outer", "experts"])
+def test_adapters_can_be_turned_off(bases, dtype, kind):
+    backend = adapted(bases[kind], dtype=dtype, lora=LoraConfig(r=4, alpha=8, **OPTIONS[kind]))
     frozen = dataclasses.replace(backend.settings, name="ref", lora=None, trainable=False)
     plain = logprobs(megatron("backend").MegatronModel(frozen, RankPosition()))
     np.testing.assert_array_equal(logprobs(backend), plain)  # B is 0
@@ -110,6 +127,28 @@ def logprobs(backend) -> np.ndarray:
     return result.columns["result"].values
 
 
+# ------------------------------------------------------------------------------- memory
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["lora", "dora", "outer", "experts"])
+def test_the_plan_counts_what_is_allocated(kind, dtype):
+    """To the byte, but for the alignment of gradients in their buffers."""
+    architecture = (memory_kit.MIXED if kind == "experts" else memory_kit.ARCHITECTURE) | {
+        "vocab_size": 256,  # two times 128, so that it is not padded
+        "tie_word_embeddings": False,
+    }
+    lora = LoraConfig(r=8, **OPTIONS[kind])
+    settings = dataclasses.replace(kit.SETTINGS, architecture=architecture, lora=lora, dtype=dtype)
+    backend = megatron("backend").MegatronModel(settings, RankPosition())
+    rank = memory_kit.rank(memory_kit.shape_of(architecture), backend="megatron", dtype=dtype, lora=lora)
+    planned, optimizer = memory_kit.named(megatron("memory").model_state(rank)), backend._optimizer
+    weights = sum(x.nbytes for x in backend._stage.module.parameters())
+    assert planned["weights"] + planned["adapters"] == weights
+    held = sum(x.nbytes for x in optimizer.states())
+    assert planned.get("fp32 weights", 0) + planned["optimizer"] == held
+    gradients = sum(x.nbytes for x in optimizer.gradients())
+    assert 0 <= gradients - planned["gradients"] <= 512 * len(backend._stage.parameters)
+
+
 # ------------------------------------------------------------------------------- ranks
 def results(directory: Path, name: str) -> list[tuple[list[dict], dict]]:
     """Metrics and weights of each rank."""
@@ -119,15 +158,7 @@ def results(directory: Path, name: str) -> list[tuple[list[dict], dict]]:
 
 @pytest.mark.parametrize("name", FP32)
 def test_training_equals_torch_in_one_process(directory, name):
-    twin = twins.ADAPTER_TWINS[name]
-    wanted = twins.expected(twin.node, "fp32", directory / "checkpoint")
-    for rank, (metrics, weights) in enumerate(results(directory, name)):
-        if rank in twin.heads:
-            for got, expected in zip(metrics, wanted.metrics, strict=True):
-                assert twins.comparable(got) == pytest.approx(expected, rel=2e-5, abs=1e-6)
-        assert weights.keys() == wanted.weights.keys()
-        for key, tensor in wanted.weights.items():
-            torch.testing.assert_close(weights[key], tensor, atol=5e-6, rtol=1e-5)
+    twins.assert_trains_as_torch(directory, name, twins.ADAPTER_TWINS[name])
 
 
 @pytest.mark.parametrize("name", BF16)
@@ -154,7 +185,7 @@ def test_files_are_those_of_torch(directory, tmp_path, name):
     ours = load_file(saved / "adapter_model.safetensors")
     assert ours.keys() == load_file(tmp_path / "adapter_model.safetensors").keys()
     _, weights = results(directory, name)[0]
-    for key, tensor in weights.items():
+    for key, tensor in peft_kit.as_named_by_peft(weights, changes["lora"]).items():
         file_key = key.replace("_vector.weight", "_vector")
         assert torch.equal(ours[f"base_model.model.{file_key}"], tensor)
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(changes["path"]), saved)

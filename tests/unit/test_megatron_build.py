@@ -30,10 +30,12 @@ def assert_rejected(message: str, architecture: dict[str, Any], **changes: Any) 
     ("changes", "message"),
     [
         ({"model_type": "gpt2"}, r"'actor': model_type 'gpt2' is not one that .* builds \(llama, mistral, "),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not silu"),
-        ({"model_type": "mistral"}, "mistral uses a sliding window of 4096"),
-        ({"rope_parameters": kit.LLAMA3_ROPE | {"rope_type": "yarn"}}, "rope_type 'yarn' is not one of"),
-        ({"use_sliding_window": True, "max_window_layers": 1}, "qwen2 uses sliding_attention"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not silu or gelu_pytorch_tanh"),
+        ({"model_type": "mixtral", "hidden_act": "gelu_pytorch_tanh"}, "is not silu, which"),
+        (kit.GEMMA3 | {"final_logit_softcapping": 30.0}, "gemma3_text uses soft caps of logits"),
+        (kit.GEMMA3 | {"attention_bias": True}, "gemma3_text has attention_bias"),
+        ({"rope_parameters": kit.LLAMA3_ROPE | {"rope_type": "dynamic"}}, "'dynamic' is not one of"),
+        ({"layer_types": ["chunked_attention"] * 3}, "qwen2 uses chunked_attention"),
     ],
 )
 def test_unsupported_architectures_are_rejected(changes, message):

@@ -16,16 +16,19 @@ from torch.nn.functional import silu
 from hflow.models.expert_replay import ReplayedExperts
 from hflow.models.settings import RankPosition
 from hflow.shapes.model_shape import Experts, ModelShape
+from hflow.training.megatron.supported_models import Routing
 
 if TYPE_CHECKING:
     from hflow.training.megatron.experts import GroupedExperts, Router
 
 
-def router(per_token: int, normalizes: bool) -> Router:
+def router(per_token: int, normalizes: bool, has_bias: bool = False, **routing: Any) -> Router:
     """Return a router whose logits are log 1, log 3, log 4 for the hidden state (1, 0)."""
     config = SimpleNamespace(hidden_size=2, params_dtype=torch.float32, sequence_parallel=False)
-    model = ModelShape("qwen3_moe", 1, 2, 4, 1, 1, 2, 8, is_tied=False, experts=Experts(3, per_token, 4))
-    made = megatron("experts").Router(model, normalizes, config=config)
+    experts = Experts(3, per_token, 4, has_router_bias=has_bias)
+    model = ModelShape("qwen3_moe", 1, 2, 4, 1, 1, 2, 8, is_tied=False, experts=experts)
+    how = Routing(**{"score": "softmax", "normalizes": normalizes} | routing)
+    made = megatron("experts").Router(model, how, config=config)
     with torch.no_grad():
         made.weight.copy_(torch.tensor([[1.0, 3.0, 4.0], [0.0, 0.0, 0.0]]).T)
         made.weight[:, 0].log_()
@@ -45,6 +48,24 @@ def test_weights_of_a_tokens_experts(per_token, normalizes, wanted):
     weights, is_chosen = router(per_token, normalizes)(torch.tensor([[[1.0, 0.0]]]))
     torch.testing.assert_close(weights, torch.tensor([wanted], dtype=torch.float32))
     assert is_chosen.tolist() == [[weight > 0 for weight in wanted]]
+
+
+def test_a_bias_changes_what_is_chosen_and_no_weight():
+    """Sigmoids of log n are n / (n + 1). The bias lifts the first expert over the second."""
+    made = router(2, True, has_bias=True, score="sigmoid", scaling=3.0)
+    with torch.no_grad():
+        made.score_bias.copy_(torch.tensor([0.3, 0.0, 0.0]))
+    weights, _ = made(torch.tensor([[[1.0, 0.0]]]))
+    torch.testing.assert_close(weights, 3 * torch.tensor([[1 / 2, 0, 4 / 5]]) / (1 / 2 + 4 / 5))
+
+
+@pytest.mark.parametrize(("best", "kept"), [(1, slice(2, 4)), (2, slice(4, 6))])
+def test_experts_are_chosen_in_the_best_groups(best, kept):
+    """Of three groups of two experts one is kept, by its best score or by the sum of both."""
+    scores = torch.tensor([[3.0, 2.0, 6.0, 1.0, 4.0, 3.5]])
+    ranks = router(2, False, num_groups=3, num_kept_groups=1, best_of_group=best)._ranks(scores)
+    assert torch.equal(ranks[:, kept], scores[:, kept])
+    assert ranks.isfinite().sum() == 2
 
 
 def test_weights_of_experts_that_the_engine_chose():

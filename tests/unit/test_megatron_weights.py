@@ -26,7 +26,15 @@ from hflow.planner.plan.traits import traits
 from hflow.planner.weights.sharding import rank_tensors
 from hflow.shapes.architectures import read_shape
 from hflow.shapes.layout import Layout
-from hflow.shapes.model_shape import AdapterShape, Experts, ModelShape, adapter_targets, tensors
+from hflow.shapes.model_shape import (
+    AdapterShape,
+    Experts,
+    ModelShape,
+    adapter_targets,
+    expert_targets,
+    outer_targets,
+    tensors,
+)
 from hflow.training.fsdp.backend import TorchModel
 from hflow.training.megatron.hf_mapping import (
     ShardPosition,
@@ -103,6 +111,9 @@ LAYOUTS = ["t2p2", "t4p3", "p5", "p4", "t2p3", "t1", "d2c2e4", "d4t2p2e2"]
         kit.LLAMA | {"num_hidden_layers": 5, "mlp_bias": True, "vocab_size": 1000},
         kit.MISTRAL | {"num_hidden_layers": 6},
         kit.QWEN3_MOE | {"num_hidden_layers": 5, "mlp_only_layers": [0]},
+        kit.GLM4_MOE | {"num_hidden_layers": 6},
+        kit.DEEPSEEK | {"num_hidden_layers": 6},
+        kit.GEMMA3 | {"num_hidden_layers": 6},
     ],
 )
 def test_a_rank_holds_the_boxes_of_the_plan(architecture, head, layout, kernels):
@@ -110,7 +121,8 @@ def test_a_rank_holds_the_boxes_of_the_plan(architecture, head, layout, kernels)
     shape, grid = shape_of(architecture, head), Layout.parse(layout)
     assert shape == read_shape(architecture, head)
     check_boxes(shape, grid, kernels)
-    for targets in (adapter_targets(shape), ("k_proj", "down_proj")):
+    others = (*expert_targets(shape), *outer_targets(shape)) if kernels is LayerKernels.TORCH else ()
+    for targets in ((*adapter_targets(shape), *others), ("k_proj", "down_proj")):
         check_boxes(replace(shape, adapter=AdapterShape(4, targets)), grid, kernels)
 
 
@@ -144,7 +156,7 @@ def test_the_first_stages_have_one_layer_more():
 
 
 def test_tensors_are_those_of_the_plan():
-    others = (kit.MISTRAL, kit.QWEN3_MOE | {"decoder_sparse_step": 2})
+    others = (kit.MISTRAL, kit.QWEN3_MOE | {"decoder_sparse_step": 2}, kit.GLM4_MOE, kit.DEEPSEEK, kit.GEMMA3)
     for architecture in (kit.QWEN2, kit.QWEN3 | kit.UNTIED, kit.LLAMA | {"mlp_bias": True}, *others):
         planned = {spec.name: spec.shape for spec in tensors(read_shape(architecture))}
         assert backbone_shapes(shape_of(architecture)) == planned
@@ -249,10 +261,13 @@ def test_one_file_or_many(tmp_path, shard, file_bytes):
     assert all(torch.equal(again[name], wanted[name]) for name in wanted)
 
 
-@pytest.mark.parametrize("head", ["lm", "value", "score"])
-def test_both_backends_draw_and_save_the_same_weights(tmp_path, head):
+@pytest.mark.parametrize(
+    ("head", "architecture"),
+    [*((head, kit.QWEN3 | kit.UNTIED) for head in ("lm", "value", "score")), ("lm", kit.GLM4_MOE)],
+)
+def test_both_backends_draw_and_save_the_same_weights(tmp_path, head, architecture):
     """Without a checkpoint; megatron reads what torch saved, and torch what megatron saved."""
-    drawn = ModelSettings(name="actor", architecture=kit.QWEN3 | kit.UNTIED, seed=9, head=head)
+    drawn = ModelSettings(name="actor", architecture=architecture, seed=9, head=head)
     wanted = dict(TorchModel(drawn, RankPosition()).weights())
     ours = alone(drawn)
     assert_equal(weights(ours), wanted)

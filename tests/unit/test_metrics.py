@@ -1,13 +1,16 @@
 import json
 import math
 import os
+from collections import defaultdict
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from hflow.base.errors import ConfigError
 from hflow.launch.running.shown_metrics import builtin_metrics
 from hflow.runtime.execution.batch_runner import _shorten
+from hflow.runtime.records.metric_columns import BLOCK_ROWS, _blocks, read_curves
 from hflow.runtime.records.metrics_log import MetricsLog
 from hflow.runtime.saving.run_directory import RunDirectory, read_metrics
 
@@ -117,3 +120,57 @@ def test_the_files_of_a_run(tmp_path: Path):
 )
 def test_metrics_of_a_generate_node_do_not_repeat_its_name(name: str, shown: str) -> None:
     assert _shorten(name, {"agent/reward"}) == shown
+
+
+def rows_of(path, *parts):
+    """Write rows as several parts of a run, and return metric -> its values, as the lines have them."""
+    for part in parts:
+        with closing(MetricsLog(path, path.parent / "tb")) as log:
+            for step in part:
+                evaluated = {"eval/score": 1.0 / (step + 1)} if step % 7 == 0 else {}
+                log.write(step, {"loss": step * 0.1, "rare": math.nan if step % 3 else 5, **evaluated})
+    curves = defaultdict(dict)
+    for row in read_metrics(path):
+        for name in row.keys() - {"step"}:
+            if row[name] is not None:
+                curves[name][row["step"]] = row[name]
+    return {name: sorted(values.items()) for name, values in sorted(curves.items())}
+
+
+def listed(path):
+    return {name: list(curve) for name, curve in read_curves(path).items()}
+
+
+def test_columns_have_what_the_lines_have(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    rows = rows_of(path, range(1, 151), range(120, 333), range(333, 340))
+    assert listed(path) == rows
+    columns = path.with_suffix(".columns")
+    assert len(list(_blocks(path, path.open("rb")))) == (150 + 213 + 7) // BLOCK_ROWS
+    data = columns.read_bytes()
+    for changed in (
+        data[:-5],
+        data[: len(data) // 2] + b"!" + data[len(data) // 2 + 1 :],
+        b"",
+        b"{}\n",
+        b"7\n\n",
+    ):
+        columns.write_bytes(changed)
+        assert listed(path) == rows
+        rows_of(path, [])
+        assert columns.read_bytes() == data, "a run that continues writes again what is damaged"
+    assert list(read_curves(path)["loss"][-2:]) == [(338, 33.800000000000004), (339, 33.9)]
+
+
+def test_columns_of_other_lines_are_not_used(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    rows_of(path, range(1, 250))
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:130]))
+    rows = rows_of(path, range(131, 310))
+    assert listed(path) == rows
+    path.write_text("".join(lines[:110]).replace('"loss": 0.1,', '"loss": 0.2,'))
+    assert read_curves(path)["loss"][0] == (1, 0.2)
+    path.write_text("".join([*lines[:149], "{}\n", *lines[150:]]))
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl:150 is not a row"):
+        read_curves(path)

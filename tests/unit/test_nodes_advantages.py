@@ -195,17 +195,17 @@ def test_the_weight_of_the_entropy_follows_its_target():
 
 
 def test_roles_have_moving_baselines():
-    # SPIRAL: b = 0.5 b + 0.5 r from 0, then r - b. White: 0.5, then 0.25 - 0.5; black: -0.5.
+    # SPIRAL, its code: r - b, then b = 0.5 b + 0.5 r, from 0. White: 0.5, then 0.25 - 0.5; black: -0.5.
     state = State()
     found, metrics = nodes.role_advantage(
         tensor(1.0, -1.0, -1.0), ["white", "black", "white"], state, decay=0.5
     )
-    assert_close(found, tensor(0.5, -0.5, -0.75))
+    assert_close(found, tensor(1.0, -1.0, -1.5))
     assert state == {"white": -0.25, "black": -0.5}
     assert metrics["baseline"] == -0.375
     state = State(json.loads(json.dumps(state)))
     found, _ = nodes.role_advantage(tensor(0.0), ["white"], state, decay=0.5)
-    assert_close(found, tensor(0.125))
+    assert_close(found, tensor(0.25))
 
 
 def test_the_optimal_token_baseline_weighs_by_energy():

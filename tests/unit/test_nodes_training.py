@@ -178,34 +178,28 @@ def sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x))
 
 
-C, R, S = 0.6, -0.2, 0.1
-"""Beta times the log-ratios of the chosen and the rejected answer, and the share of wrong labels."""
-Q = sigmoid(C - R)
-
-
 @pytest.mark.parametrize(
     ("loss", "smoothing", "expected"),
     [
-        ("hinge", 0.0, 1 - 0.8),
-        ("robust", S, -((1 - S) * math.log(Q) - S * math.log(1 - Q)) / (1 - 2 * S)),
-        ("exo_pair", S, Q * math.log(Q / (1 - S)) + (1 - Q) * math.log((1 - Q) / S)),
-        (
-            "nca_pair",
-            0.0,
-            -math.log(sigmoid(C)) - 0.5 * math.log(sigmoid(-C)) - 0.5 * math.log(sigmoid(-R)),
-        ),
-        ("apo_zero", 0.0, sigmoid(R) - sigmoid(C)),  # TRL: 1 more
-        ("apo_down", 0.0, sigmoid(C) - sigmoid(C - R)),  # TRL: 1 more
+        ("sigmoid", 0.0, (0.3711007, 0.9130153)),
+        ("ipo", 0.0, (0.0, 56.25)),
+        ("hinge", 0.0, (0.2, 1.4)),
+        ("robust", 0.1, (0.2711007, 0.9630153)),
+        ("exo_pair", 0.1, (0.1674351, 0.7472716)),
+        ("nca_pair", 0.0, (1.2553014, 1.5037312)),
+        ("apo_zero", 0.0, (0.8045097 - 1, 1.0994217 - 1)),  # TRL: 1 more
+        ("apo_down", 0.0, (0.9556818 - 1, 1.0242451 - 1)),  # TRL: 1 more
     ],
 )
-def test_losses_of_preferences_are_those_of_their_papers(loss: str, smoothing: float, expected: float):
-    seqs, ref = Sequences.of([2, 1], group=[0, 0]), tensor(-1.0, -1.0, -2.0)
-    theta = ref + tensor(2.0, 4.0, -2.0)
+def test_losses_of_preferences_are_those_of_trl(loss: str, smoothing: float, expected: tuple[float, ...]):
+    """The numbers are those of TRL's code (1.8), for log-ratios of 6 and -2, and of -3 and 1."""
+    seqs, ref = Sequences.of([2, 1, 2, 1], group=[0, 0, 1, 1]), -torch.ones(6)
+    theta = ref + tensor(2.0, 4.0, -2.0, -1.0, -2.0, 1.0)
     found, metrics = nodes.dpo(
         Output(logprobs=theta), ref, seqs, beta=0.1, loss=loss, label_smoothing=smoothing
     )
-    assert_close(found, tensor(expected))
-    assert_close(metrics["margin"], tensor(C - R))
+    assert_close(found, tensor(*expected), atol=1e-6, rtol=0)
+    assert_close(metrics["margin"], tensor(0.8, -0.4))
 
 
 def test_robust_dpo_is_unbiased_and_exo_is_least_at_the_labels():
@@ -217,7 +211,7 @@ def test_robust_dpo_is_unbiased_and_exo_is_least_at_the_labels():
 
 
 def test_orpo_by_hand():
-    # Hong et al. 2024, equations 4 to 7. Geometric means 1/2 and 1/4: odds 1 and 1/3.
+    # Hong et al. 2024, equations 4 to 7. Geometric means 1/2 and 1/4: odds 1 and 1/3. TRL (1.8): 0.8369882.
     seqs = Sequences.of([3, 1], loss_mask=[False, True, True, True], group=[0, 0])
     logprobs = tensor(0.0, 0.25, 1.0, 0.25).log()
     loss, metrics = nodes.orpo(Output(logprobs=logprobs), seqs, odds_coef=0.5)

@@ -19,11 +19,11 @@ from hflow.config.schema import OptimConfig, WeightGroupConfig
 from hflow.launch.planning.read_recipe import RecipeReader
 from hflow.planner.forecast.memory import offload
 from hflow.planner.forecast.memory.transfer import saved_state_bytes
-from hflow.planner.plan.optimizers import CHUNK, check_groups, check_options, is_layer_matrix
+from hflow.planner.plan.optimizers import CHUNK, CPU_CHUNK, check_groups, check_options, is_layer_matrix
 from hflow.training.fsdp.memory import model_state
-from hflow.training.optimizers.adamw_8bit import optimizer as adamw_8bit
+from hflow.training.optimizers import base
 from hflow.training.optimizers.adamw_8bit.optimizer import GroupAdamW8Bit, dequantize, dynamic_map, quantize
-from hflow.training.optimizers.adamw_bf16.optimizer import GroupAdamWBf16, random_bits, round_stochastically
+from hflow.training.optimizers.adamw_bf16.optimizer import GroupAdamWBf16, Noise, round_stochastically
 from hflow.training.optimizers.adamw_cpu.optimizer import NUM_BUFFERS
 from hflow.training.optimizers.muon.optimizer import GroupMuon, orthogonalize
 from hflow.training.optimizers.sgd.optimizer import GroupSGD
@@ -143,6 +143,7 @@ def test_singular_values_become_ones():
     inner = u.T @ result @ v[:, :30]
     assert (inner - torch.diag(inner.diagonal())).abs().max() < 1e-4
     torch.testing.assert_close(orthogonalize(given.T[None].clone())[0], result.T)
+    torch.testing.assert_close(orthogonalize(torch.stack([given.T, -given.T]))[1], -result.T)
 
 
 REFUSALS = [
@@ -236,18 +237,30 @@ def test_a_checkpoint_of_other_states_is_refused(tmp_path):
 
 
 def test_moments_in_bf16_are_right_on_average():
-    generator = torch.Generator().manual_seed(0)
+    noise = Noise(200_003, 0, torch.device("cpu"))
     x = torch.cat([torch.full((100_000,), 1 + 2**-9), torch.full((100_000,), -3 - 2**-8), torch.zeros(3)])
     rounded = x.clone()
-    round_stochastically(rounded, random_bits(len(x), generator))
+    round_stochastically(rounded, noise.take(len(x)))
     assert torch.equal(rounded, rounded.bfloat16().float())
     assert set(rounded.tolist()) == {1.0, 1 + 2**-7, -3.0, -3 - 2**-6, 0.0}
     for part in (slice(100_000), slice(100_000, 200_000)):  # a quarter of the numbers is the larger one
         assert rounded[part].mean().item() == pytest.approx(x[part][0].item(), rel=1e-4)
     for odd in (torch.inf, -torch.inf):
         values = torch.full((100,), odd)
-        round_stochastically(values, random_bits(100, generator))
+        round_stochastically(values, noise.take(100))
         assert (values == odd).all()
+
+
+def test_any_two_random_numbers_are_independent():
+    """Also those of different uses: over seeds, each bit is uniform, and no two of them agree more often."""
+    device = torch.device("cpu")
+    noises = [Noise(2, seed, device) for seed in range(4000)]
+    numbers = torch.stack([torch.cat([noise.take(2).clone() for _ in range(2)]) for noise in noises])
+    assert (numbers.min() >= 0) & (numbers.max() < 1 << 16)
+    for bit in (0, 7, 15):
+        signs = 2.0 * (numbers >> bit & 1) - 1
+        assert signs.mean(0).abs().max() < 0.06
+        assert (signs.T @ signs / len(signs) - torch.eye(4)).abs().max() < 0.06
 
 
 def test_bf16_moments_follow_adamw():
@@ -330,6 +343,23 @@ def test_moments_become_the_nearest_numbers_of_the_map():
         assert all(map(torch.equal, again, quantized(x, is_signed=is_signed)))
 
 
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_the_place_of_a_number_is_that_of_a_search(is_signed):
+    """At every limit between two numbers of the map, beside it, and at all sizes that fp32 has."""
+    numbers = dynamic_map(is_signed=is_signed)
+    limits = (numbers[1:] + numbers[:-1]) / 2
+    if not is_signed:
+        limits[0] = 0
+    ends = torch.tensor([torch.inf])
+    bits = torch.arange(0, 0x3F80_0000, 997, dtype=torch.int32).view(torch.float32)
+    x = torch.cat([limits, limits.nextafter(ends), limits.nextafter(-ends), numbers, bits, -bits])
+    x = torch.cat([x if is_signed else x[x >= 0], torch.ones(256)])  # ones: the scale is 1
+    x = x[len(x) % 256 :].view(-1, 256)
+    x[:, 0] = 1
+    codes, _, _ = quantized(x, is_signed=is_signed)
+    assert torch.equal(codes.int(), torch.bucketize(x, limits, out_int32=True))
+
+
 @pytest.mark.parametrize(("spread", "most"), [(0.0, 0.01), (1.5, 0.2)])
 def test_8bit_moments_follow_adamw(spread, most):
     """Also where entries of a block have gradients of very different sizes: updates do not explode."""
@@ -353,8 +383,8 @@ def test_8bit_moments_follow_adamw(spread, most):
 def test_a_weight_is_updated_in_chunks(monkeypatch):
     torch.manual_seed(0)
     start, gradient, results = torch.randn(30, 50), torch.randn(30, 50), []
-    for chunk in (CHUNK, 512):
-        monkeypatch.setattr(adamw_8bit, "CHUNK", chunk)
+    for chunk in (CPU_CHUNK, 512):
+        monkeypatch.setattr(base, "CPU_CHUNK", chunk)
         weight = torch.nn.Parameter(start.clone())
         optimizer = GroupAdamW8Bit([{"params": [weight], "weight_decay": 0.1, "in_layers": True}], lr=0.1)
         for _ in range(2):
@@ -416,6 +446,7 @@ def test_planned_buffers_of_small_moments_are_those_that_are_allocated(name):
     backend = kit.model(architecture=memory_kit.ARCHITECTURE, optim=optim)
     for shard in backend._optimizer._shards:
         shard.grad = torch.randn_like(shard)
+    backend._optimizer._optimizer.step()  # makes tables of the map
     measured = memory_kit.peak(backend._optimizer._optimizer.step)
     planned = memory_kit.rank(memory_kit.shape_of(memory_kit.ARCHITECTURE), optim=optim)
     assert planned.update_buffers == pytest.approx(measured, rel=0.05)

@@ -273,7 +273,7 @@ def test_each_device_knows_its_fullest_phase():
     for device, text in enumerate(view.peaks):
         peak = plan.forecast.peaks()[device]
         assert text.endswith(f"in {peak.phase}")
-        assert view.machines[0].devices[device].fill == pytest.approx(
+        assert view.machines[0][device].fill == pytest.approx(
             peak.total / plan.cluster.memory_bytes, abs=1e-3
         )
 
@@ -310,12 +310,13 @@ def test_details_tell_bytes_and_knobs():
     view = page_view(plan_of(cluster="h100-1x8", batch=64))
     train = next(node for node in view.nodes if node.name == "actor_train")
     assert ("clip", "0.2") in train.knobs
-    assert sum(part.percent for part in train.parts) == pytest.approx(100)
-    data = next(e for e in view.edges if (e.kind, e.src, e.dst) == ("data", "actor_gen", "actor_train"))
+    assert sum(percent for _, _, percent in train.parts) == pytest.approx(100)
+    edges = {(e.arrow.kind, e.arrow.src, e.arrow.dst): e for e in view.edges}
+    data = edges["data", "actor_gen", "actor_train"]
     facts = dict(data.facts)
     assert facts["moves"].endswith("by any split")
     assert data.listings[0].columns[0] == "step"
-    weights = next(e for e in view.edges if (e.kind, e.dst) == ("weights", "actor_gen"))
+    weights = edges["weights", "actor_train", "actor_gen"]
     assert dict(weights.facts)["moved"] == "14 GiB"
     assert weights.routes == ("weights actor@train actor@gen",)
 

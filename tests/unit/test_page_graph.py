@@ -134,49 +134,51 @@ def test_every_verb_has_an_outline_of_its_own():
 def test_drawings_of_real_graphs(path):
     plan = compile_plan(build_graph(load_recipe(path).spec()), request(batch=64))
     view = drawing(path)
-    assert {node.name for node in view.nodes} == {node.name for node in plan.graph.nodes}
-    assert [edge.id for edge in view.edges] == [arrow.id for arrow in arrows(plan)]
+    assert {node.card.name for node in view.nodes} == {node.name for node in plan.graph.nodes}
+    assert [arrow for arrow, _ in view.edges] == list(arrows(plan))
     assert len(view.edges) >= len(plan.graph.edges)
     for one, other in combinations(view.nodes, 2):
-        assert not overlap(one, other), f"{one.name} lies on {other.name}"
+        assert not overlap(one, other), f"{one.card.name} overlaps {other.card.name}"
     for node in view.nodes:
         assert node.x >= 0
         assert node.x + node.width <= view.width
-        assert 0 <= node.y <= node.y + node.height <= view.height
-    low, high = min(n.y for n in view.nodes), max(n.y + n.height for n in view.nodes)
+        assert 0 <= node.y <= node.y + node.card.height <= view.height
+    low, high = min(n.y for n in view.nodes), max(n.y + n.card.height for n in view.nodes)
     assert [label.text for label in view.labels if low < label.y < high] == []
 
 
 def overlap(one: NodeView, other: NodeView) -> bool:
     is_beside = one.x + one.width <= other.x or other.x + other.width <= one.x
-    is_above = one.y + one.height <= other.y or other.y + other.height <= one.y
+    is_above = one.y + one.card.height <= other.y or other.y + other.card.height <= one.y
     return not (is_beside or is_above)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_rows_stay_in_their_card_and_name_every_field_that_arrives(path):
     view = drawing(path)
-    arriving = {edge.id: edge for edge in view.edges if edge.kind in ("data", "weights")}
-    rows = {row.arrow: node.name for node in view.nodes for row in node.rows if row.arrow}
+    arriving = {arrow.id: arrow for arrow, _ in view.edges if arrow.kind in ("data", "weights")}
+    rows = {row.arrow: node.card.name for node in view.nodes for row in node.card.rows if row.arrow}
     assert set(rows) == set(arriving)
     for arrow, name in rows.items():
         assert arriving[arrow].dst == name
     for node in view.nodes:
         baselines = [y for row in node.rows for _, y in row.lines]
         assert baselines == sorted(set(baselines))
-        assert all(46 < y < node.height for y in baselines)
+        assert all(46 < y < node.card.height for y in baselines)
 
 
 def test_state_returns_right_below_its_card():
     view = drawing(ROOT / "recipes" / "ppo.py")
-    node = next(node for node in view.nodes if node.name == "kl_reward")
-    loop = next(edge for edge in view.edges if edge.src == edge.dst == "kl_reward" and edge.kind == "data")
-    heights = [float(y) for y in re.findall(r"[\d.]+ ([\d.]+)", loop.path)]
-    assert max(heights) == pytest.approx(node.y + node.height + 11, abs=0.1)
+    node = next(node for node in view.nodes if node.card.name == "kl_reward")
+    loops = [path for a, path in view.edges if a.src == a.dst == "kl_reward" and a.kind == "data"]
+    heights = [float(y) for y in re.findall(r"[\d.]+ ([\d.]+)", loops[0])]
+    assert max(heights) == pytest.approx(node.y + node.card.height + 11, abs=0.1)
     assert "state" not in [label.text for label in view.labels]
 
 
 def test_weight_lags_are_shown_in_the_reading_node():
     view = drawing(ROOT / "recipes" / "grpo.py")
-    notes = {(node.name, row.note) for node in view.nodes for row in node.rows if row.kind == "weights"}
+    notes = {
+        (node.card.name, row.note) for node in view.nodes for row in node.card.rows if row.kind == "weights"
+    }
     assert {("actor_train", "lag 1"), ("actor_gen", "lag ≤ 1"), ("eval_gen", "lag ≤ 1")} <= notes

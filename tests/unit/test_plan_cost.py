@@ -23,6 +23,7 @@ from cost_kit import (
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hflow.config.schema import OptimConfig
 from hflow.launch.planning.compile import compile_recipe
 from hflow.planner.forecast.cost.collectives import (
     RankPlacement,
@@ -548,10 +549,21 @@ def test_what_is_exchanged_once_for_all_micro_batches():
     )
 
 
+def test_ranks_of_a_machine_share_its_memory_for_steps_on_the_host():
+    def stepping(layout):
+        fast = replace(TOY, host=Link("host", 1e6, 0.0))
+        one = side(layout=layout, hardware=fast, backend="megatron", optim=OptimConfig(name="adamw_cpu"))
+        return named(train(one, work(64.0), 1))["optimizer on the host"]
+
+    # Each has half of the weights, and half of the memory's rate.
+    assert stepping("t2") == stepping("d2") == pytest.approx(stepping("d1"), rel=0.02)
+
+
 def test_a_distributed_optimizer_exchanges_gradients_and_weights():
+    # 160,256 weights and 9 x 64 of norms.
     parts = named(train(side(layout="d4", backend="megatron", dtype="bf16"), work(1000.0), 1))
-    assert parts["reduce-scatter"] == pytest.approx(0.75 * 4 * 160_256 / 1e10 + 2e-6)
-    assert parts["all-gather"] == pytest.approx(0.75 * 2 * 160_256 / 1e10 + 2e-6)
+    assert parts["reduce-scatter"] == pytest.approx(0.75 * 4 * 160_832 / 1e10 + 2e-6)
+    assert parts["all-gather"] == pytest.approx(0.75 * 2 * 160_832 / 1e10 + 2e-6)
 
 
 def test_tensor_ranks_share_the_work_and_sum_hidden_states():
@@ -706,6 +718,14 @@ def test_host_time_is_hidden_where_the_engine_schedules_ahead():
     assert decode_step(ahead, 100, 1e8) == decode_step(device, 100, 1e8)
     added = decode_step(in_turns(ahead), 100, 1e8).seconds - decode_step(device, 100, 1e8).seconds
     assert added == pytest.approx(4.5e-3)
+
+
+def test_kernels_that_are_no_graph_are_launched_after_scheduling():
+    host = HostTimes(layer_us=600, step_us=500)
+    eager, captured = (side(backend="vllm", host=host, cuda_graphs=x) for x in (False, True))
+    assert decode_step(captured, 1, 0) == Part("decode", pytest.approx(5e-4), HOST)
+    assert decode_step(eager, 1, 0) == Part("decode", pytest.approx(4 * 6e-4 + 5e-4), HOST)
+    assert decode_step(eager, 1, 1e9) == decode_step(captured, 1, 1e9)
 
 
 # -------------------------------------------------------------------------- what lies in between

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_graphs import cluster_of
 
-from hflow.data_plane.minibatches import SLACK, AssignmentUnit, assign_units, cut_minibatches, shards
-from hflow.data_plane.redistribute import Move, redistribute
+from hflow.data_plane.minibatches import SLACK, assign_units, cut_minibatches, shards
+from hflow.data_plane.redistribute import NO_WORKER, FieldHolders, Holders, Move, redistribute
 from hflow.planner.forecast.traffic import collective_steps, lower_bound_bytes, moved_bytes
 from hflow.planner.plan.rows import BatchCut, EdgeRule
 
@@ -32,35 +32,45 @@ def longest_first(tokens, num_ranks):
     return max(loads)
 
 
-def nowhere(tokens):
-    return [frozenset()] * len(tokens)
+def ranks_of(tokens, num_ranks, at):
+    """The units of each rank, where some ranks hold each unit."""
+    rank_of = assign_units(tokens, num_ranks, {unit: ranks for unit, ranks in enumerate(at) if ranks})
+    return tuple(tuple(u for u, at in enumerate(rank_of) if at == rank) for rank in range(num_ranks))
 
 
-def as_loads(tokens):
-    return [AssignmentUnit(i, size) for i, size in enumerate(tokens)]
+def columns(at, tokens=None):
+    """Holders of field -> sample -> workers."""
+    samples = sorted(tokens or {sample for workers in at.values() for sample in workers})
+    groups = []
+    for field, workers in at.items():
+        rows = [sorted(workers[sample]) for sample in samples]
+        width = max(map(len, rows), default=0)
+        padded = [row + [NO_WORKER] * (width - len(row)) for row in rows]
+        groups.append(FieldHolders((field,), np.array(padded, np.int32).reshape(len(rows), width)))
+    return Holders(np.array(samples), np.array([(tokens or {}).get(s, 1) for s in samples]), tuple(groups))
 
 
 # ------------------------------------------------------------------------------------ assign
 def test_lognormal_lengths_are_balanced_within_a_percent():
     tokens = [int(x) + 1 for x in np.random.default_rng(0).lognormal(6.0, 1.0, 512)]
-    ranks = assign_units(as_loads(tokens), 8, nowhere(tokens))
+    ranks = ranks_of(tokens, 8, [()] * 512)
     loads = loads_of(ranks, tokens)
     assert max(loads) / (sum(loads) / 8) < 1.001
     at = [frozenset({random.Random(i).randrange(8)}) for i in range(512)]
-    loads = loads_of(assign_units(as_loads(tokens), 8, at), tokens)
+    loads = loads_of(ranks_of(tokens, 8, at), tokens)
     assert max(loads) / (sum(loads) / 8) < 1.01
 
 
 def test_units_stay_where_they_are_when_that_is_balanced():
     tokens = [5, 5, 5, 5]
     at = [frozenset({1}), frozenset({0}), frozenset({1}), frozenset({0})]
-    assert assign_units(as_loads(tokens), 2, at) == ((1, 3), (0, 2))
+    assert ranks_of(tokens, 2, at) == ((1, 3), (0, 2))
 
 
 def test_only_the_excess_leaves_a_crowded_rank():
     tokens = [1] * 12
     at = [frozenset({0})] * 8 + [frozenset({1})] * 2 + [frozenset({2})] * 2
-    ranks = assign_units(as_loads(tokens), 3, at)
+    ranks = ranks_of(tokens, 3, at)
     assert [len(rank) for rank in ranks] == [4, 4, 4]
     assert set(ranks[0]) < set(range(8))
     assert {8, 9} < set(ranks[1])
@@ -73,11 +83,11 @@ unit_tokens = st.lists(st.integers(0, 60), min_size=0, max_size=40)
 @given(unit_tokens, st.integers(1, 6), st.randoms(use_true_random=False))
 def test_assign_is_a_partition_within_the_limit(tokens, num_ranks, rng):
     at = [frozenset(rng.sample(range(num_ranks), rng.randint(0, num_ranks))) for _ in tokens]
-    ranks = assign_units(as_loads(tokens), num_ranks, at)
+    ranks = ranks_of(tokens, num_ranks, at)
     assert sorted(u for rank in ranks for u in rank) == list(range(len(tokens)))
     limit = max(longest_first(tokens, num_ranks), (1 + SLACK) * sum(tokens) / num_ranks)
     assert max(loads_of(ranks, tokens)) <= limit
-    assert ranks == assign_units(as_loads(tokens), num_ranks, at)
+    assert ranks == ranks_of(tokens, num_ranks, at)
 
 
 # -------------------------------------------------------------------------------------- cuts
@@ -109,7 +119,7 @@ def test_shards_follow_the_cut_and_keep_groups_whole(num_groups, num_minibatches
     tokens = {s: rng.randint(1, 50) for s in samples}
     holders = {field: {s: frozenset({rng.randrange(dp)}) for s in samples} for field in FIELDS}
     cut = BatchCut(num_minibatches, 1, by_group)
-    ranks = shards(rule(range(dp), by_group), cut, groups, tokens, holders, seed=1, step=2)
+    ranks = shards(rule(range(dp), by_group), cut, groups, columns(holders, tokens), seed=1, step=2)
     assert len(ranks) == dp
     for i, minibatch in enumerate(cut_minibatches(list(groups), cut, 1, 2)):
         mine = [s for rank in ranks for s in rank[i]]
@@ -122,7 +132,7 @@ def test_shards_follow_the_cut_and_keep_groups_whole(num_groups, num_minibatches
 def test_a_node_that_does_not_train_sees_one_minibatch_and_a_single_head_everything():
     groups, tokens = {0: (0, 1), 3: (6, 7)}, dict.fromkeys((0, 1, 6, 7), 5)
     holders = {field: dict.fromkeys(tokens, frozenset({1})) for field in FIELDS}
-    assert shards(rule([2], policy="single"), None, groups, tokens, holders, seed=0, step=0) == (
+    assert shards(rule([2], policy="single"), None, groups, columns(holders, tokens), seed=0, step=0) == (
         ((0, 1, 6, 7),),
     )
 
@@ -134,21 +144,21 @@ def test_held_fields_are_pruned_and_fields_with_the_same_ends_share_a_move():
         "s/b": {0: frozenset({0}), 1: frozenset({0})},
         "s/c": {0: frozenset({0, 1}), 1: frozenset({1})},
     }
-    moves = redistribute(rule([1], fields=("s/a", "s/b", "s/c")), (((0, 1),),), holders, CLUSTER)
+    moves = redistribute(rule([1], fields=("s/a", "s/b", "s/c")), (((0, 1),),), columns(holders), CLUSTER)
     assert moves == (Move(0, 1, (0, 1), ("s/a", "s/b")),)
 
 
 def test_a_source_on_the_same_machine_is_preferred_then_the_least_loaded():
     near = {"s/a": {0: frozenset({1, 7})}}
-    assert redistribute(rule([6], fields=["s/a"]), (((0,),),), near, CLUSTER)[0].src == 7
+    assert redistribute(rule([6], fields=["s/a"]), (((0,),),), columns(near), CLUSTER)[0].src == 7
     even = {"s/a": {s: frozenset({0, 1}) for s in range(6)}}
-    moves = redistribute(rule([3], fields=["s/a"]), ((tuple(range(6)),),), even, CLUSTER)
+    moves = redistribute(rule([3], fields=["s/a"]), ((tuple(range(6)),),), columns(even), CLUSTER)
     assert {move.src: len(move.samples) for move in moves} == {0: 3, 1: 3}
 
 
 def test_ranks_on_one_worker_receive_once():
     holders = {"s/a": {0: frozenset({2}), 1: frozenset({2})}}
-    moves = redistribute(rule([0, 0], fields=["s/a"]), (((0,),), ((0, 1),)), holders, CLUSTER)
+    moves = redistribute(rule([0, 0], fields=["s/a"]), (((0,),), ((0, 1),)), columns(holders), CLUSTER)
     assert moves == (Move(2, 0, (0, 1), ("s/a",)),)
 
 
@@ -179,8 +189,8 @@ def stores_of(holders, tokens):
 def test_replaying_the_moves_gives_every_rank_what_it_reads(batch, num_minibatches):
     edge, groups, tokens, holders = batch
     cut = BatchCut(num_minibatches, 1, edge.by_group)
-    assignment = shards(edge, cut, groups, tokens, holders, seed=0, step=0)
-    moves = redistribute(edge, assignment, holders, CLUSTER)
+    assignment = shards(edge, cut, groups, columns(holders, tokens), seed=0, step=0)
+    moves = redistribute(edge, assignment, columns(holders), CLUSTER)
     stores = stores_of(holders, tokens)
     before = {worker: set(store) for worker, store in stores.items()}
     arrived = Counter()
@@ -204,20 +214,20 @@ def test_replaying_the_moves_gives_every_rank_what_it_reads(batch, num_minibatch
 @given(batches())
 def test_no_less_than_the_lower_bound_moves(batch):
     edge, groups, tokens, holders = batch
-    assignment = shards(edge, None, groups, tokens, holders, seed=0, step=0)
+    assignment = shards(edge, None, groups, columns(holders, tokens), seed=0, step=0)
     nbytes = {field: {s: (i + 1) * tokens[s] for s in tokens} for i, field in enumerate(FIELDS)}
-    moved = moved_bytes(redistribute(edge, assignment, holders, CLUSTER), nbytes)
+    moved = moved_bytes(redistribute(edge, assignment, columns(holders), CLUSTER), nbytes)
     capacity = max(sum(tokens[s] for s in rank[0]) for rank in assignment)
-    assert moved >= lower_bound_bytes(edge, tokens, nbytes, holders, capacity) >= 0
+    assert moved >= lower_bound_bytes(edge, tokens, nbytes, columns(holders, tokens), capacity) >= 0
 
 
 def moved_and_bound(edge, holders, tokens):
     groups = {s: (s,) for s in tokens}
     nbytes = {field: {s: 8 * tokens[s] for s in tokens} for field in edge.fields}
-    assignment = shards(edge, None, groups, tokens, holders, seed=0, step=0)
-    moved = moved_bytes(redistribute(edge, assignment, holders, CLUSTER), nbytes)
+    assignment = shards(edge, None, groups, columns(holders, tokens), seed=0, step=0)
+    moved = moved_bytes(redistribute(edge, assignment, columns(holders), CLUSTER), nbytes)
     capacity = max(sum(tokens[s] for s in rank[0]) for rank in assignment)
-    return moved, lower_bound_bytes(edge, tokens, nbytes, holders, capacity)
+    return moved, lower_bound_bytes(edge, tokens, nbytes, columns(holders, tokens), capacity)
 
 
 def test_the_bound_is_met_where_everything_is_in_place():
@@ -272,7 +282,7 @@ def test_moves_are_classified_as_collectives():
 @given(batches())
 def test_every_move_is_in_exactly_one_step(batch):
     edge, groups, tokens, holders = batch
-    assignment = shards(edge, None, groups, tokens, holders, seed=0, step=0)
-    moves = redistribute(edge, assignment, holders, CLUSTER)
+    assignment = shards(edge, None, groups, columns(holders, tokens), seed=0, step=0)
+    moves = redistribute(edge, assignment, columns(holders), CLUSTER)
     in_steps = [move for step in collective_steps(moves) for move in step.moves]
     assert Counter(in_steps) == Counter(moves)

@@ -423,6 +423,21 @@ def test_a_cache_in_fp8_holds_twice_as_many_sequences():
     assert few <= many // 2 <= few + 1
 
 
+EAGER = "models.actor.gen.cuda_graphs=false"
+
+
+def test_decode_steps_without_graphs_are_those_of_a_gpu():
+    keys = ["cluster=h100-1x1", "model@models.actor=qwen2.5-0.5b", "models.actor.path=null", EAGER]
+    for engine in (VLLM, "models.actor.gen.engine=embedded"):
+        plan = compile_recipe(GRPO, [*keys, engine]).plan
+        assert plan.unrunnable == ()
+        assert "without CUDA graphs" in plan.engines[0].why
+    adapted = compile_recipe(GRPO, [*keys, "models.actor.lora={}", "models.actor.gen.engine=embedded"]).plan
+    assert "(embedded, cuda) are no CUDA graphs. Remove it." in adapted.unrunnable[0]
+    (found,) = compile_recipe(GRPO, [EAGER]).plan.unrunnable
+    assert "gen.cuda_graphs is false, but decode steps of actor@gen (embedded, cpu)" in found
+
+
 def test_gpus_that_compute_in_fp8():
     beside = compile_recipe(GRPO, [FP8, VLLM, "cluster=h100-1x1", "models.actor.lora={}"]).plan
     assert beside.unrunnable == ()

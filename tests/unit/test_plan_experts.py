@@ -167,9 +167,12 @@ def test_the_device_waits_for_the_host_in_layers_with_experts():
 def test_tokens_that_are_sent_once_to_each_rank():
     # 100 tokens of 64 numbers of fp32 for 2 experts each, on 1.75 of 4 ranks; 3 of 4 are elsewhere, in 3
     # layers, twice.
-    wire = expert_exchange(side(MIXED, "d4e4", backend="vllm"), 100)
-    assert wire.transfer == pytest.approx(6 * 175 * 64 * 4 * 3 / 4 / 1e10)
-    assert wire.latency == pytest.approx(6 * 2e-6)
+    by_nccl = side(MIXED, "d4e4", backend="vllm")
+    one = replace(by_nccl, traits=replace(by_nccl.traits, has_exchange_kernels=True))
+    assert expert_exchange(one, 100).transfer == pytest.approx(6 * 175 * 64 * 4 * 3 / 4 / 1e10)
+    # NCCL sends both copies.
+    assert expert_exchange(by_nccl, 100).transfer == pytest.approx(6 * 200 * 64 * 4 * 3 / 4 / 1e10)
+    assert expert_exchange(one, 100).latency == pytest.approx(6 * 2e-6)
     assert expert_exchange(side(MIXED, "d4", backend="vllm"), 100).seconds == 0
     assert expert_exchange(side(SMALL, "d4", backend="vllm"), 100).seconds == 0
 
@@ -201,6 +204,15 @@ def test_an_all_to_all_takes_the_link_to_each_rank():
     assert all_to_all(1e9, RankPlacement(), TOY).seconds == 0
 
 
+def test_small_messages_of_an_all_to_all_take_the_latency_of_each_other_machines_rank():
+    # 4 x 31 messages of 10 us, and two doublings of 1 us within a machine.
+    latency = TOY.inter.latency_us * 1e-6
+    small = all_to_all(128, RankPlacement(4, 32), TOY)
+    assert small.seconds == pytest.approx(4 * 31 * latency + 2 * TOY.intra.latency_us * 1e-6, rel=1e-3)
+    # Large ones hide it: of 1 GB, 124 of 128 parts go over 1 GB/s.
+    assert all_to_all(1e9, RankPlacement(4, 32), TOY).seconds == pytest.approx(124 / 128, rel=3e-3)
+
+
 def test_keys_and_values_pass_every_context_rank():
     # A rank has 50 of 200 tokens. Keys and values of the others: 3/4 of 200 x 2 x 2 x 16 numbers of fp32. In
     # four layers they are gathered, and their gradients scattered. Log-probs of 20 tokens are summed.
@@ -226,17 +238,17 @@ def test_ranks_of_experts():
 
 
 def test_weights_with_expert_ranks():
-    rest = layers_parameters(MIXED, 0, 4, 0) + 2 * 6_400
+    rest, norms = layers_parameters(MIXED, 0, 4, 0) + 2 * 6_400, 9 * 64
     experts = 3 * 8 * 6_144
     whole, divided = (side(MIXED, layout, backend="megatron") for layout in ("d4", "d4e4"))
     assert (whole.stage_weights, divided.stage_weights) == (rest + experts, rest + experts / 4)
     assert local_weights(whole) == local_weights(divided) == (rest + experts) / 4
     # The rest is reduced over four ranks, the experts of a rank over none.
     (one,) = bucket_collectives("all-gather", divided)
-    assert (one.ranks, one.times, one.num_bytes) == ("data", 1, 4 * rest)
+    assert (one.ranks, one.times, one.num_bytes) == ("data", 1, 4 * (rest + norms))
     pairs = side(MIXED, "d4e2", backend="megatron")
     time = total_time(bucket_collectives("all-gather", pairs), pairs)
-    assert time.transfer == pytest.approx((rest * 3 / 4 + experts / 2 / 2) * 4 / 1e10)
+    assert time.transfer == pytest.approx(((rest + norms) * 3 / 4 + experts / 2 / 2) * 4 / 1e10)
 
 
 def test_experts_are_sent_to_fewer_ranks_than_other_weights():

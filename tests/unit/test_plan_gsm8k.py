@@ -10,6 +10,7 @@ import pytest
 from hflow.launch.planning.compile import Compiled, compile_recipe
 from hflow.planner.forecast.communicators import communicators
 from hflow.planner.plan.forecast import Forecast
+from hflow.planner.plan.rows import Plan
 
 GSM8K = Path(__file__).parents[2] / "recipes" / "gsm8k"
 SETUPS = sorted(file.stem for file in (GSM8K / "setup").glob("*.yaml"))
@@ -33,14 +34,14 @@ def peak(forecast: Forecast) -> float:
     return max(phase.total for phase in forecast.memory) / 2**30
 
 
-def known_communicators(command: str) -> set[int]:
+def known_communicators(command: str, plan: Plan) -> set[int]:
     """The numbers of NCCL communicators that devices have."""
     if command.startswith("grpo_async.py"):
         return {2, 3}  # each of five trainers sends to one of three engines, which pass it on
     if "8x80g" not in command and command != "grpo_7b.py":
         return {2} if "2x24g" in command else {0}
-    has_tensor_ranks = command.startswith("ppo.py") and ("7b" in command or "8b" in command)
-    return {2} if has_tensor_ranks else {1}
+    (engine,) = {plan.replica(engine.replica).layout for engine in plan.engines}
+    return {2} if engine.tensor > 1 else {1}  # that of all trainers, and one among the ranks of an engine
 
 
 @pytest.mark.first(6)
@@ -55,7 +56,7 @@ def test_a_plan_fits_with_a_margin_as_the_table_says(command: str, seconds: str,
     assert peak(forecast) == pytest.approx(float(gib), rel=0.05)
     assert peak(forecast) <= 0.91 * float(most)
     joined = communicators(compiled.plan, range(compiled.plan.cluster.num_devices))
-    assert set(map(len, joined.values())) == known_communicators(command)
+    assert set(map(len, joined.values())) == known_communicators(command, compiled.plan)
 
 
 def test_the_table_has_every_recipe_and_every_setup() -> None:

@@ -76,7 +76,7 @@ def refusal(*arguments, **options):
             "torch",
             "2 layers cannot be split over 4 pipeline stages; 2 fits: d2t1p2",
         ),
-        # Both axes are wrong: what is proposed mends both.
+        # Both axes are wrong: the proposal changes both.
         ("t8p32", QWEN_7B, "megatron", "28 heads cannot be split over 8 tensor ranks; 4 fits: d4t4p16"),
     ],
 )

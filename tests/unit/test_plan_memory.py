@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import memory_kit as kit
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_kit import LLAMA_7B, SMALL, microbatch, named, rank
 from model_configs import model_config
+from torch.nn.attention.varlen import varlen_attn
 
 from hflow.base.errors import ConfigError, PlanError
 from hflow.config.schema import LoraConfig, WorkloadConfig
@@ -59,6 +61,7 @@ from hflow.training.fsdp import memory as torch_memory
 from hflow.training.fsdp import sharding as fsdp
 from hflow.training.loop import logprobs
 from hflow.training.megatron import memory as megatron_memory
+from hflow.types.kernels import varlen_groups_queries
 
 NUM_7B = 6_738_415_616
 MIB = 2**20
@@ -190,6 +193,27 @@ def test_sequences_of_different_lengths_are_padded_where_no_kernel_takes_them():
     assert shared == pytest.approx(8 / 7 * (768 + 16) + 256 + 2_048)
     _, on_gpu = activations.kept_per_token(rank(dtype="bf16", on_cpu=False), pads=True)
     assert on_gpu == 384 + 16 + 1_024
+
+
+def test_keys_and_values_that_older_kernels_of_torch_repeat_are_counted(monkeypatch):
+    # 4 heads share 2 key heads. q, out: 2 x 64 x 2 = 256; k and v: 2 x 32 x 2 = 128, or twice that.
+    on_gpu, number = rank(dtype="bf16", on_cpu=False), 16 + 1_024
+    shapes = "hflow.planner.forecast.memory.rank"
+    monkeypatch.setattr(f"{shapes}.varlen_groups_queries", lambda: False)
+    assert activations.kept_per_token(on_gpu, pads=True)[1] == 256 + 2 * 128 + number
+    assert activations.kept_per_token(rank(dtype="bf16"), pads=False)[1] == 256 + 128 + number
+    monkeypatch.setattr(f"{shapes}.flash_versions", lambda: {"flash-attn": "2.8.3"})
+    assert activations.kept_per_token(on_gpu, pads=True)[1] == 256 + 128 + number
+
+
+@pytest.mark.parametrize(("version", "is_grouped"), [("2.11.0+cu128", False), ("2.12.1", True), (None, True)])
+def test_the_torch_whose_kernel_groups_queries(monkeypatch, version, is_grouped):
+    monkeypatch.setattr("hflow.types.kernels.distribution_version", lambda package: version)
+    assert varlen_groups_queries.__wrapped__() == is_grouped
+
+
+def test_the_installed_torch_groups_queries_if_its_version_says_so():
+    assert varlen_groups_queries() == ("enable_gqa" in signature(varlen_attn).parameters)
 
 
 def test_activations_split_over_tensor_ranks_as_in_korthikanti_2022():
@@ -473,10 +497,16 @@ def test_quantised_weights_take_a_byte_and_their_scales():
 
 def test_an_adapter_of_the_mlp_has_its_product_beside_the_sum():
     on_mlp, on_attention = (
-        activations.added_by_adapter(rank(SMALL, "d2", lora=LoraConfig(targets=targets)), 10)
+        activations.added_by_adapter(rank(SMALL, "d2", lora=LoraConfig(targets=targets)), 10, "up_proj")
         for targets in (("up_proj",), ("q_proj",))
     )
-    assert (on_mlp, on_attention, activations.added_by_adapter(rank(SMALL, "d2"), 10)) == (4 * 128 * 10, 0, 0)
+    without = activations.added_by_adapter(rank(SMALL, "d2"), 10, "up_proj")
+    assert (on_mlp, on_attention, without) == (4 * 128 * 10, 0, 0)
+
+
+def test_graphs_take_no_memory_where_there_are_none():
+    found = named(vllm_memory.process_state(vllm_rank(cuda_graphs=False), 9))
+    assert found.get("CUDA graphs", 0) == 0
 
 
 def test_a_cache_in_fp8_takes_a_byte_for_each_number():
@@ -1266,7 +1296,10 @@ def test_a_real_engine_allocates_the_pages_of_the_plan():
 
 @pytest.mark.long
 def test_real_steps_of_megatron(tmp_path):
-    """On up to four ranks. Between steps tensor ranks also keep the buffer in which they gather tokens."""
+    """On up to four ranks. Between steps tensor ranks also keep the buffer in which they gather tokens.
+
+    Frozen matrices need none.
+    """
     import memory_ranks  # it imports megatron
 
     ranks.start(memory_ranks.run, (str(tmp_path),), 4)
@@ -1275,7 +1308,8 @@ def test_real_steps_of_megatron(tmp_path):
     for case in memory_ranks.CASES:
         found = [of[case] for of in of_rank if case in of]
         planned = rank(kit.shape_of(case.architecture), case.layout, "megatron", **case.asked)
-        gathered = planned.width * planned.shape.hidden * batch.tokens if planned.token_share > 1 else 0
+        has_buffer = planned.token_share > 1 and not planned.adapts
+        gathered = planned.width * planned.shape.hidden * batch.tokens if has_buffer else 0
         for one in found:
             assert model_state(planned).total() + gathered == pytest.approx(one.state, rel=0.01), case
         trained, inferred = (min(getattr(one, name) for one in found) for name in ("trained", "inferred"))

@@ -322,7 +322,7 @@ def test_a_node_of_every_third_step_is_unrolled():
 def test_no_node_waits_for_one_that_does_not_fire():
     """`train` waits for `check` on the other group, and so for `slow`, in every second step only.
 
-    In the step after, both go on side by side: 8 + 6 in the first step, 1 + 8 in the second.
+    In the step after, both continue side by side: 8 + 6 in the first step, 1 + 8 in the second.
     """
     nodes = [
         batch("first", "b"),

@@ -145,7 +145,6 @@ def replayed(plan, request, workload):
             rule,
             dict(plan.cuts).get(rule.consumer),
             groups,
-            holdings.lengths(samples),
             holders,
             seed=request.seed,
             step=0,

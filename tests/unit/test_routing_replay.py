@@ -119,12 +119,10 @@ def test_a_layer_computes_with_the_experts_that_it_is_told() -> None:
 
 
 def test_experts_keep_the_order_of_the_engine() -> None:
-    """Their weights are those of the trainer's router, in the same order."""
     probabilities = torch.tensor([[0.1, 0.2, 0.4, 0.3]] * 3)
     rows = torch.tensor([[2, 3], [3, 2], [0, 1]], dtype=torch.uint8)
-    chosen, index = choose_experts(probabilities, 2, ReplayedExperts(rows, torch.ones(3).long()), 0)
+    index = choose_experts(probabilities, 2, ReplayedExperts(rows, torch.ones(3).long()), 0)
     assert index.tolist() == rows.tolist()
-    torch.testing.assert_close(chosen, torch.tensor([[0.4, 0.3], [0.3, 0.4], [0.1, 0.2]]))
 
 
 def test_recomputed_layers_and_small_microbatches_replay_the_same() -> None:

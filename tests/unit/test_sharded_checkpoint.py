@@ -1,4 +1,4 @@
-"""Sharded checkpoints: training goes on in any other layout and backend as if nothing had been between."""
+"""Sharded checkpoints: training continues in any other layout and backend as if nothing had been between."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from hflow.types.tensor_slices import slices_within, whole_box
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("shards")
     twins.save_checkpoint(path / "checkpoint")
+    twins.save_families(path / "checkpoint")
     ranks.start(cases.exchange, (str(path),), 4)
     return path
 

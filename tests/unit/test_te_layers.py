@@ -50,16 +50,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", cases.TWINS)
 def test_training_equals_one_process_of_the_torch_backend(directory, name):
-    twin = cases.TWINS[name]
-    wanted = twins.expected(twin.node, twin.dtype, directory / "checkpoint")
-    for rank in range(twin.num_ranks):
-        metrics, weights = torch.load(directory / f"{name}.{rank}.pt", weights_only=False)
-        if rank in twin.heads:
-            for got, expected in zip(metrics, wanted.metrics, strict=True):
-                assert twins.comparable(got) == pytest.approx(expected, rel=2e-5, abs=1e-6)
-        assert weights.keys() == wanted.weights.keys()
-        for key, tensor in wanted.weights.items():
-            torch.testing.assert_close(weights[key], tensor, atol=5e-6, rtol=1e-5)
+    twins.assert_trains_as_torch(directory, name, cases.TWINS[name])
 
 
 @pytest.mark.parametrize("name", cases.FP8_TWINS)

@@ -13,12 +13,13 @@ from hflow.base.errors import ConfigError
 from hflow.base.machine_memory import machine_memory
 from hflow.base.shipped import find_recipe
 from hflow.config import RunConfig, load_config
+from hflow.launch.planning.request import known_devices
 from hflow.launch.planning.this_machine import device_of_product, visible_gpus, with_this_machine
 from hflow.planner.plan.hardware import GIB
+from hflow.profiling.calibrate import device_at_hand
 
 RECIPE = find_recipe("grpo")
 H100 = "NVIDIA H100 80GB HBM3, 570.86, 81559, 4, Default"
-KNOWN = ("a10", "a100-40g", "a100-80g", "b200", "gb200", "h100", "h100-pcie", "l4", "l40s", "rtx-4090")
 
 
 @pytest.fixture
@@ -63,17 +64,32 @@ def test_gpus_by_the_names_of_their_products(machine: Path) -> None:
     [
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA GH200 480GB", None),
         ("NVIDIA A100-SXM4-40GB", "a100-40g"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80g"),
+        ("NVIDIA A100 80GB PCIe", "a100-80g"),
         ("NVIDIA A10", "a10"),
+        ("NVIDIA A10G", None),
         ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L40", None),
         ("NVIDIA L4", "l4"),
+        ("NVIDIA B200", "b200"),
         ("NVIDIA GB200", "gb200"),
         ("NVIDIA GeForce RTX 4090", "rtx-4090"),
         ("Tesla V100-SXM2-32GB", None),
     ],
 )
-def test_devices_of_products(product: str, device: str | None) -> None:
-    assert device_of_product(product, KNOWN) == device
+def test_devices_of_products(monkeypatch: pytest.MonkeyPatch, product: str, device: str | None) -> None:
+    assert device_of_product(product, known_devices(RECIPE)) == device
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda index: product)
+    if device is not None:
+        assert device_at_hand() == device
+        return
+    with pytest.raises(ConfigError, match=f"no figures of {product}; describe it"):
+        device_at_hand()
 
 
 def test_the_gpus_that_processes_may_use(machine: Path) -> None:

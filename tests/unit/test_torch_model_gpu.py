@@ -2,34 +2,20 @@
 
 import numpy as np
 import pytest
-import torch
 import torch_kit as kit
 
-from hflow.models.packed_attention import PackedLayout, packed_attention
+from hflow.doctor.attention_check import CASES, attention_error
+from hflow.doctor.gpus import MAX_ATTENTION_ERROR
+from hflow.models.dtypes import SAVED_DTYPES
 
 pytestmark = pytest.mark.gpu
-LENGTHS = np.array([5, 130, 3, 64, 1])
 
 
-def attend(device: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and the gradient of K for random inputs with grouped queries."""
-    generator = torch.Generator().manual_seed(0)
-    total = int(LENGTHS.sum())
-    query, key, value = (torch.randn(1, heads, total, 32, generator=generator) for heads in (4, 2, 2))
-    key = key.to(device, dtype).requires_grad_()
-    layout = PackedLayout.of(LENGTHS, device, dtype)
-    out, _ = packed_attention(
-        torch.nn.Identity(), query.to(device, dtype), key, value.to(device, dtype), None, packed_layout=layout
-    )
-    out.float().square().sum().backward()
-    assert key.grad is not None
-    return out.detach().float().cpu(), key.grad.float().cpu()
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 5e-2)])
-def test_attention_equals_the_cpu(dtype, tolerance):
-    for got, wanted in zip(attend("cuda", dtype), attend("cpu", torch.float32), strict=True):
-        assert (got - wanted).norm() <= tolerance * wanted.norm()
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_attention_equals_float64(dtype, case):
+    error = attention_error("cuda", SAVED_DTYPES[dtype], CASES[case])
+    assert max(error.output, error.gradient) <= MAX_ATTENTION_ERROR[dtype]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-4), ("bf16", 5e-2)])

@@ -166,6 +166,12 @@ def test_a_cache_in_fp8_that_verl_passes_to_vllm(dtype: str) -> None:
     assert found == (("fp8", "differs") if dtype == "fp8" else (None, "unknown"))
 
 
+def test_an_eager_engine_of_verl_has_no_graphs() -> None:
+    key = "actor_rollout_ref.rollout.enforce_eager"
+    found = [translated(VERL, {**VERL.defaults, key: x})[0].settings for x in (True, False)]
+    assert [draft.get("models.actor.gen.cuda_graphs") for draft in found] == [False, None]
+
+
 @BY_NAME
 def test_every_key_has_one_row_and_every_row_a_key(peer: Peer) -> None:
     rows = [row.key for row in peer.rows]

@@ -40,6 +40,12 @@ def test_a_gpu_has_asynchronous_scheduling_and_a_graph_for_each_batch() -> None:
     assert max(graph_sizes(1024)) == found["max_num_seqs"] == 1024
 
 
+def test_an_engine_without_graphs_is_eager() -> None:
+    found, plain = arguments("cuda", cuda_graphs=False), arguments("cuda")
+    assert (found["enforce_eager"], found["async_scheduling"]) == (True, True)
+    assert plain.keys() - found.keys() == {"cudagraph_capture_sizes"}
+
+
 def test_a_cpu_has_neither() -> None:
     found = arguments("cpu")
     assert (found["async_scheduling"], found["enforce_eager"]) == (False, True)

@@ -99,7 +99,15 @@ class PeerFigures:
 
 AS_SHIPPED = PeerFigures()
 OF_PEERS = PeerFigures(
-    host=HostTimes(gap_us=27, step_us=2500, sequence_us=20, expert_us=12, expert_launch_us=12, passes=0.75),
+    host=HostTimes(
+        layer_us=605,  # as transformers' layers: without CUDA graphs
+        gap_us=27,
+        step_us=2500,
+        sequence_us=20,
+        expert_us=12,
+        expert_launch_us=12,
+        passes=0.75,
+    ),
     attention={"h100": 0.158, "a100-40g": 0.283, "a100-80g": 0.283},
     learning={
         ("h100", "dense"): 1.43,
@@ -203,6 +211,7 @@ def costs(
     is_overlapping: bool = False,
     attention: str = "",
     is_trainer: bool = False,
+    has_exchange_kernels: bool = True,
     host: HostTimes | None = None,
     **settings: object,
 ) -> ReplicaCosts:
@@ -215,9 +224,13 @@ def costs(
         traits(backend),
         overlaps_optimizer=is_overlapping,
         overlaps_tensor=is_overlapping,
-        sends_expert_copies=False,  # published runs dispatch with DeepEP's kernels or their like
+        # Published runs dispatch with DeepEP's kernels or their like, and tensor ranks have experts of their
+        # own (`expert_tensor_parallel_size=1`), so that the ranks of experts are neighbours.
+        sends_expert_copies=False,
+        has_exchange_kernels=has_exchange_kernels,
         schedules_ahead_on=(),  # their engines scheduled and decoded in turns
-        captured_families=(),  # those through the modules of transformers launched each kernel
+        # Those through the modules of transformers launched each kernel.
+        captured_families=() if backend == "embedded" else traits(backend).captured_families,
     )
     config = ModelConfig(dtype="bf16", **settings)  # type: ignore[arg-type]
     per_machine = MACHINE.get(hardware.device.name, 8)
@@ -232,7 +245,7 @@ def costs(
         tensor=spread(t, 1, per_machine),
         pipe=spread(p, t * d * c, per_machine),
         context=spread(c, t, per_machine),
-        expert=spread(e, t, per_machine),
+        expert=spread(e, 1, per_machine),
         expert_data=spread(d * c // e, t * e, per_machine),
         attention_kernel=attention,
         trainer=hardware.calibration.trainer if is_trainer else TrainerTimes(),

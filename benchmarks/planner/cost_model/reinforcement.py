@@ -20,7 +20,7 @@ from benchmarks.planner.cost_model.comparison import (
     seconds,
 )
 from benchmarks.planner.cost_model.weights import Update, exported_tensors, over_pcie
-from hflow.config.schema import GenConfig
+from hflow.config.schema import GenConfig, OptimConfig
 from hflow.planner.forecast.cost.flops import kv_entries, work_of
 from hflow.planner.forecast.cost.generation import RolloutRequest, generate
 from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
@@ -37,6 +37,10 @@ DEVIATION = 0.6
 """Assumed deviation of response lengths over their mean; hflow's default."""
 RUNNING = 1024
 """Sequences that vLLM runs at once by default on devices of 70 GiB or more, other than A100."""
+DEVICES = {"h100": 8, "gb200": 4}
+"""Devices of a machine."""
+DIVIDED = "MoE RL step, divided engines"
+"""Steps with engines that span machines, which no plan of hflow has."""
 STATE_BYTES = 12
 """Master weight and two moments of AdamW."""
 
@@ -47,9 +51,10 @@ def nemo_rl(figures: PeerFigures) -> Iterator[Comparison]:
     for row in rows("nemo_rl"):
         predicted, measured = grpo_step(row, figures), float(row["seconds"])
         is_dense = model(row["model"]).experts is None
+        is_divided = int(row["generate_tensor"]) > DEVICES[row["device"]]
         mode = "in turns" if row["ahead"] == "0" else f"{row['ahead']} ahead"
         name = f"{row['release']} {row['model']} {row['gpus']}x{row['device']} {mode}"
-        topic = "RL step" if is_dense else "MoE RL step"
+        topic = "RL step" if is_dense else DIVIDED if is_divided else "MoE RL step"
         yield compare("NeMo RL", topic, name, row["device"], measured, predicted, row)
         key = row["release"], row["model"], row["device"]
         rate = int(row["gpus"]) * predicted, int(row["gpus"]) * measured
@@ -87,6 +92,9 @@ def grpo_step(row: Row, figures: PeerFigures) -> float:
         "megatron",
         is_overlapping=True,
         is_trainer=(is_trainer := (row["device"], kind) not in figures.learning),
+        # Its releases send copies by NCCL: `moe_token_dispatcher_type` is Megatron-Bridge's `alltoall` in
+        # v0.4 and v0.5, as no recipe sets it, and that of examples/configs/grpo_math_1B.yaml in v0.6.
+        has_exchange_kernels=False,
         tokens_per_microbatch=longest,
         activation_checkpointing=row["recompute"] == "true",
     )
@@ -168,19 +176,19 @@ class Step:
     """Samples of a micro-batch; 0: as many as the longest response has tokens, or 32,768."""
     is_eager: bool = False
     """Whether the engine launches kernels one by one, without CUDA graphs."""
+    memory: float = 0.8
+    """The engine's share of a device's memory."""
+    optimizer: str = "adamw"
     host: HostTimes | None = None
     """The host of the engine; None: as hflow ships it."""
 
     def generation(self, gpus: int, mean: float, ahead: int) -> float:
         """Return the seconds of generating a batch, with the batches that are in flight."""
-        config = GenConfig(max_running=RUNNING)
+        config = GenConfig(max_running=RUNNING, cuda_graphs=not self.is_eager)
         layout = Layout(gpus // self.engine_tensor, self.engine_tensor)
         engine = costs(self.model, hardware(self.device), layout, "vllm", host=self.host, gen=config)
-        if self.is_eager:
-            launching = engine.hardware.calibration.host["embedded"].layer_us
-            engine = replace(engine, host=replace(engine.host, layer_us=launching))
         workload = cut_workload(round(mean), self.max_response)
-        engine = limit_running(engine, PROMPT + round(mean), 0.8)
+        engine = limit_running(engine, PROMPT + round(mean), self.memory)
         batches = max(1, ahead)
         in_flight = self.groups * self.group_size * batches
         rollout = RolloutRequest(self.groups, self.group_size, in_flight, batches - 1, 0)
@@ -199,6 +207,7 @@ class Step:
             is_trainer=True,
             tokens_per_microbatch=tokens,
             activation_checkpointing=True,
+            optim=OptimConfig(self.optimizer),
         )
         num = self.groups * self.group_size
         work = work_of([PROMPT + round(mean)] * num, PROMPT, self.group_size).share(1 / data)
@@ -238,6 +247,39 @@ def _verl_step(row: Row, answers: str) -> Step:
     return Step(
         "qwen2.5-7b", "h20", 512, int(row[answers]), longest, 16, 2, backend, t, p, samples, is_eager=True
     )
+
+
+def verl_deepseek(figures: PeerFigures) -> Iterator[Comparison]:
+    """Yield generation and step of DeepSeek-V3, with log-probs of the policy and of a reference model.
+
+    The experts are on tensor ranks, which are as many.
+    """
+    for row in rows("verl_deepseek"):
+        groups, size, longest, minibatches, gpus, engine, t, p = (
+            int(row[key])
+            for key in (
+                *("prompts", "answers", "max_response", "minibatches"),
+                *("gpus", "engine_gpus", "tensor", "pipe"),
+            )
+        )
+        step = Step(
+            *("deepseek-v3", "h20", groups, size, longest, minibatches, engine, "megatron", t, p),
+            is_eager=True,
+            host=figures.host,
+            memory=float(row["memory"]),
+            optimizer="adamw_cpu",
+        )
+        mean, num_bytes = float(row["mean"]), 2 * num_parameters(model(step.model)) / gpus
+        generation, (forward_pass, updates) = step.generation(gpus, mean, 0), step.learning(gpus, mean)
+        # The policy goes to the host and back for generation, log-probs and training, the reference once.
+        switching = over_pcie(2 * 4 * num_bytes, hardware("h20"), figures)
+        whole = generation + 2 * forward_pass + updates + switching
+        for name, measured, predicted in (
+            ("generation", row["generation"], generation),
+            ("step", row["step"], whole),
+        ):
+            name = f"deepseek-v3 {gpus}xh20 in turns, {name}"
+            yield compare("verl", DIVIDED, name, "h20", float(measured), predicted, row)
 
 
 def areal(figures: PeerFigures) -> Iterator[Comparison]:

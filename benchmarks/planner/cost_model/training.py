@@ -8,6 +8,7 @@ from dataclasses import replace
 from benchmarks.planner.cost_model.comparison import (
     Comparison,
     PeerFigures,
+    Row,
     compare,
     costs,
     hardware,
@@ -16,7 +17,7 @@ from benchmarks.planner.cost_model.comparison import (
     seconds,
     whole_sequences,
 )
-from hflow.config.schema import LoraConfig
+from hflow.config.schema import ALL_LINEAR, LoraConfig
 from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
 from hflow.planner.forecast.cost.training import train
 from hflow.planner.forecast.memory.parts import MicroBatch
@@ -24,6 +25,7 @@ from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
 from hflow.planner.plan.hardware import GIB
 from hflow.planner.plan.rows import Replica
 from hflow.shapes.layout import Layout
+from hflow.shapes.model_shape import EXPERT_TARGETS
 from hflow.training.fsdp import memory as fsdp_memory
 
 HIDES_EXCHANGE = {("qwen3-235b-a22b", "h100"), ("gpt-oss-120b", "gb200")}
@@ -118,7 +120,7 @@ def prime_rl(figures: PeerFigures) -> Iterator[Comparison]:
             tokens_per_microbatch=sequence,
             activation_checkpointing=True,
             offload_activations=row["offload"] == "true",
-            lora=LoraConfig(r=int(row["lora"])) if row["lora"] else None,
+            lora=_adapters(row),
         )
         mark = "" if one.shape.experts is None else "MoE "
         name = f"{row['model']} {row['gpus']}x{device} {row['phase']} {row['lora'] and 'lora '}{sequence} "
@@ -130,6 +132,12 @@ def prime_rl(figures: PeerFigures) -> Iterator[Comparison]:
         if row["phase"] == "rl":  # the others have all logits at once, which hflow's losses never do
             peak = _peak_gib(one, sequence)
             yield compare("prime-rl", f"{mark}memory", name, device, float(row["peak_gib"]), peak, row)
+
+
+def _adapters(row: Row) -> LoraConfig | None:
+    """Return the adapters of prime-rl, which those of experts are part of."""
+    targets = (ALL_LINEAR,) if model(row["model"]).experts is None else (ALL_LINEAR, *EXPERT_TARGETS)
+    return LoraConfig(r=int(row["lora"]), targets=targets) if row["lora"] else None
 
 
 def _peak_gib(one: ReplicaCosts, tokens: int) -> float:

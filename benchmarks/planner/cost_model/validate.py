@@ -33,7 +33,7 @@ from benchmarks.planner.cost_model.comparison import (
 )
 from benchmarks.planner.cost_model.decoding import qwen3_speed, tensorrt_llm
 from benchmarks.planner.cost_model.ppo import deepspeed_chat, openrlhf
-from benchmarks.planner.cost_model.reinforcement import areal, nemo_rl, verl_async
+from benchmarks.planner.cost_model.reinforcement import areal, nemo_rl, verl_async, verl_deepseek
 from benchmarks.planner.cost_model.training import (
     automodel,
     llm_foundry,
@@ -72,6 +72,7 @@ KINDS = {
     "RL step": "RL step",
     "PPO": "RL step",
     "MoE RL step": "RL step, experts",
+    "MoE RL step, divided engines": "RL step, experts, engines on several machines",
     "memory": "memory",
     "MoE memory": "memory, experts",
     "weight sync": "weight update",
@@ -92,6 +93,7 @@ SOURCES: tuple[Source, ...] = (
     deepspeed_chat,
     openrlhf,
     verl_async,
+    verl_deepseek,
     areal,
     weight_sync,
 )

@@ -94,6 +94,7 @@ def weight_sync(figures: PeerFigures) -> Iterator[Comparison]:
             "pinned": through_host,
             "host": from_hosts,
             "shards": in_shards,
+            "colocated": colocated,
         }[row["path"]]
         name = (
             f"{row['source']} {row['model']} to {row['generate_gpus']}x{row['device']} t{row['engine_gpus']} "
@@ -175,6 +176,15 @@ def in_shards(row: Row, figures: PeerFigures) -> float:
     engine = costs("qwen3-8b", hardware(row["device"]), Layout(receivers // t, t), "vllm")
     moved = route(1e9 * float(row["gigabytes"]), receivers // t, 1.0)
     return _loaded(row, moved, engine, int(row["train_gpus"]))
+
+
+def colocated(row: Row, figures: PeerFigures) -> float:
+    """Return the seconds in which all ranks gather whole tensors for the engines on their devices."""
+    gpus, t = int(row["generate_gpus"]), int(row["engine_gpus"])
+    engine = costs(row["model"], hardware(row["device"]), Layout(gpus // t, t), "vllm")
+    gathered = WeightRoute("m", "m@train", "m@gen", "gather", near="ipc")
+    ranks, num = spread(gpus, 1), int(row["tensors"])
+    return seconds(load_weights(gathered, engine, ranks, engine.hardware.inter, gpus, num_tensors=num))
 
 
 def _loaded(row: Row, moved: WeightRoute, engine: ReplicaCosts, sources: int) -> float:

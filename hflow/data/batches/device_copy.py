@@ -10,8 +10,8 @@ def to_device(x: Tensor, device: torch.device | str) -> Tensor:
     """Return a tensor on a device: itself if it is there, else a copy of one in host memory.
 
     The copy goes through pinned memory, which torch reuses. A copy of other memory would wait until the
-    device has done all earlier work.
+    device has done all earlier work, and so would one with gaps, which torch closes in other memory.
     """
     if x.device.type == torch.device(device).type:
         return x
-    return x.pin_memory().to(device, non_blocking=True)
+    return x.contiguous().pin_memory().to(device, non_blocking=True)

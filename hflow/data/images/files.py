@@ -8,8 +8,6 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from hflow.base.errors import DataError, reason_of, shorten
 from hflow.types.image import Image
 
@@ -147,6 +145,8 @@ def _fetched(url: str, source: ImageSource) -> bytes:
             f"the image {shorten(url, 80)} is a URL, which is not fetched; store the image in the dataset, "
             f"or set {source.key}.fetch_images=true for rows of datasets"
         )
+    import httpx  # a tenth of a second, and only rows with addresses need it
+
     try:
         with httpx.stream("GET", url, timeout=_SECONDS, follow_redirects=True) as reply:
             reply.raise_for_status()

@@ -7,6 +7,7 @@ without it: `order.num_rows`, and `order.row(position)` epoch after epoch.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Any, Protocol
@@ -131,6 +132,11 @@ def difficulty_pools(
     return order.row(place), "every row is in flight"
 
 
+_BOUNDS: dict[Sampler, dict[str, tuple[float, float]]] = {
+    skip_settled: {"rest": (1, math.inf), "spread": (0, math.inf)},
+    difficulty_pools: {"easy_share": (0, 1), "hard_share": (0, 1)},
+}
+"""The smallest and the largest value of arguments, of those that have such."""
 SAMPLERS = Registry(
     "sampler of rows",
     "hflow.samplers",
@@ -164,7 +170,15 @@ def find_sampler(name: str, arguments: Mapping[str, Any], known: Mapping[str, Sa
         )
     function: Sampler = known[name] if name in known else SAMPLERS.load(name)
     try:
-        inspect.signature(function).bind(*SAMPLER_PARAMETERS, **arguments)
+        bound = inspect.signature(function).bind(*SAMPLER_PARAMETERS, **arguments)
     except TypeError as error:
         raise ConfigError(f"{key}.sampler_arguments do not fit {name}: {error}") from error
+    bound.apply_defaults()
+    for argument, (smallest, largest) in _BOUNDS.get(function, {}).items():
+        value = bound.arguments[argument]
+        if not smallest <= value <= largest:
+            raise ConfigError(
+                f"{key}.sampler_arguments: {argument} of {name} is {value}; it must be {smallest} or more"
+                + (f", and at most {largest}" if largest < math.inf else "")
+            )
     return function

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hflow.data.batches.device_copy import to_device
 from hflow.engines.embedded.attention import PackedStep
+from hflow.engines.embedded.cache import padded_length
 from hflow.engines.embedded.dense_decoder import DenseDecoder
 from hflow.engines.embedded.pages import PAGE_TOKENS, PageAttention, PagedCache
 
@@ -76,7 +77,9 @@ class DecodeGraphs:
             capture: captures a step; of CUDA graphs it is `cuda_capture()`.
         """
         self._decoder, self._cache, self._device = decoder, cache, device
-        self._rows, self._max_length = graph_rows(max_running), max_length
+        self._rows = graph_rows(max_running)
+        self._max_length = padded_length(max_length)
+        """Rows of the rotary table, of the longest packed step, so that no step replaces what graphs read."""
         self._capture = capture
         self._graphs: dict[int, _Graph] = {}
         self._addresses: tuple[int, int] | None = None

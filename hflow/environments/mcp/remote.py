@@ -180,7 +180,6 @@ class _Server:
         """Whether its connection has ended, or a call was given up."""
 
     async def start(self) -> list[Any]:
-        """Start it and return its tools."""
         ready = asyncio.Event()
         self._running = asyncio.ensure_future(self._run(ready))
         await self._finish(ready.wait())
@@ -201,7 +200,6 @@ class _Server:
         return {"text": "\n".join(texts), "is_error": bool(result.is_error)}
 
     async def close(self) -> None:
-        """End it, or the connection to it."""
         if self._running is not None:
             self._closing.set()
             await asyncio.wait([self._running])
@@ -274,7 +272,6 @@ class _Server:
         return ConnectionError(f"{self.name} cannot be used: {error or type(error).__name__}{printed}")
 
     def _text(self, tool: str, block: Any) -> str:
-        """Return the text of a block of a result."""
         if block.type == "text":
             return str(block.text)
         if block.type == "resource_link":

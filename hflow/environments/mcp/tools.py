@@ -19,10 +19,6 @@ class McpTools:
     A tool that reports an error has the error as its result, which the model reads. A server that fails
     refuses the sample.
 
-    Args:
-        servers: the process that is connected to the servers.
-        schemas: the tools' JSON schemas.
-
     Attributes:
         schemas: JSON schemas in the form of OpenAI's API, for `engine.complete(..., tools=tools.schemas)`.
         replay: how calls are treated when the episode is replayed.

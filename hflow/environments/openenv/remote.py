@@ -147,7 +147,6 @@ class _Container:
         )
 
     async def close(self) -> None:
-        """Remove it."""
         if self._process is not None:
             if self._process.returncode is None:
                 self._process.kill()  # it may still download the image
@@ -236,9 +235,7 @@ class _Actions:
     An action with one field is the reply, or the last number or name in it; any other is the last JSON object
     in the reply.
 
-    Args:
-        schema: the JSON schema of actions.
-        parse: a function of the reply in place of this; it returns the action, or None.
+    `parse`, a function of the reply, returns the action or None in place of this.
     """
 
     def __init__(self, schema: dict[str, Any], parse: Callable[[str], Any] | None) -> None:

@@ -155,7 +155,6 @@ class TasksetEnvironment:
 
 
 def _config(env: str, args: dict[str, Any]) -> Any:
-    """Return the configuration of an environment."""
     from verifiers.v1.configs.agent import AgentConfig
     from verifiers.v1.utils.loaders import env_config_type
 

@@ -64,11 +64,8 @@ class ConversationEngine(Protocol):
 class EpisodeEndpoint:
     """The `hflow.types.Endpoint` of an episode, and the responder of its key.
 
-    Args:
-        model: name of the model.
-        new_engine: makes the engine of a conversation; called with the number of the conversation.
-        sampling: the sampling options of the generate node, which requests cannot change.
-        numbers: the numbers of new conversations.
+    `new_engine` makes the engine of the conversation with a number of `numbers`. Requests cannot change the
+    sampling options of the node.
     """
 
     def __init__(
@@ -286,7 +283,6 @@ class _Conversation:
 
     @property
     def reply_id(self) -> str:
-        """The id of the next reply."""
         return f"{self.number}_{len(self.turns)}"
 
     def branch_from(self, base: _Conversation, turn: _Turn) -> None:
@@ -347,7 +343,6 @@ def _cut(trajectory: Trajectory, turn: _Turn, num_turns: int) -> Trajectory:
 
 
 def _num_equal(a: Sequence[Message], b: Sequence[Message]) -> int:
-    """Return the number of leading messages that are equal."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 

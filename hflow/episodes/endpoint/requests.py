@@ -29,11 +29,7 @@ MAX_SHOWN = 80
 class RequestRefused(Exception):
     """A request is answered with an error instead of a completion.
 
-    Args:
-        message: what is wrong and what to change, in one line.
-        status: the HTTP status.
-        param: the option that is at fault.
-        code: OpenAI's code of the error.
+    The message says in one line what is wrong and what to change; `code` is OpenAI's.
     """
 
     def __init__(
@@ -185,12 +181,7 @@ def read_stops(options: Mapping[str, Any], name: str) -> tuple[str, ...] | None:
 
 
 def read_messages(messages: Any, name: str) -> tuple[Message, ...]:
-    """Return a conversation in its one form, after checking that the model's turn is next.
-
-    Args:
-        messages: the messages, in the form of OpenAI's chat API.
-        name: the option that has them.
-    """
+    """Return messages of OpenAI's chat API in their one form, after checking that the model is next."""
     with refused(name):
         prompt = tuple(normal_messages(messages, name))
         check_prompt(prompt, name)
@@ -200,26 +191,14 @@ def read_messages(messages: Any, name: str) -> tuple[Message, ...]:
 
 
 def refuse_unknown_keys(given: Iterable[str], known: Collection[str], name: str, param: str) -> None:
-    """Refuse a part of a request that has other keys than those that are known.
-
-    Args:
-        given: keys of the part.
-        known: keys that it may have.
-        name: the part's name in errors, as in `messages[0]`.
-        param: the option that has it.
-    """
+    """Refuse a part of a request, such as `messages[0]` of an option, with other keys than the known ones."""
     if unknown := [key for key in given if key not in known]:
         key = shorten(unknown[0], MAX_SHOWN)
         raise RequestRefused(f"{name}.{key} is not supported; leave it out", param=param)
 
 
 def read_tools(tools: Any, choice: Any) -> tuple[Mapping[str, Any], ...]:
-    """Return the tools that the model may call.
-
-    Args:
-        tools: schemas in the form of OpenAI's chat API.
-        choice: `auto`, or `none` for no calls.
-    """
+    """Return the tools that the model may call, schemas of OpenAI's chat API; none by the choice `none`."""
     with refused("tools"):
         found = normal_tools(tools)
     for i, tool in enumerate(found):

@@ -48,11 +48,7 @@ class Responder(Protocol):
         ...
 
     async def reply(self, request: CompletionRequest, turn: StreamedTurn | None = None) -> Reply:
-        """Complete a request. Cancelled if the client disconnects.
-
-        Args:
-            request: the request.
-            turn: receives the parts of the reply, as far as they come before it.
+        """Complete a request, and pass parts of the reply to `turn`. Cancelled if the client disconnects.
 
         Raises:
             RequestRefused: if the request cannot be completed as it is.
@@ -62,11 +58,9 @@ class Responder(Protocol):
 
 
 class EndpointServer:
-    """A server on the running event loop, which starts when it is first used.
+    """A server on the running event loop, which starts when it is first used. Port 0 is a free one.
 
-    Args:
-        host: address to listen on. On `0.0.0.0`, `url` has the machine's address.
-        port: 0 for a free one.
+    On `0.0.0.0`, `url` has the machine's address.
     """
 
     def __init__(self, host: str = LOOPBACK, port: int = 0) -> None:
@@ -122,16 +116,11 @@ class EndpointServer:
 
     @asynccontextmanager
     async def admit(self, responder: Responder, *, is_open: bool = False) -> AsyncIterator[str]:
-        """Start if necessary, and let a responder complete requests while the block runs.
+        """Start if necessary, and let a responder complete requests with the returned key during the block.
 
         Requests that are not completed when the block ends are cancelled.
 
-        Args:
-            responder: completes the requests.
-            is_open: whether any request is admitted, instead of those with the key.
-
-        Returns:
-            The key.
+        `is_open` admits any request, instead of those with the key.
         """
         key = secrets.token_urlsafe(32)
         async with self.admit_key(None if is_open else key, responder):
@@ -252,7 +241,6 @@ class EndpointServer:
         return JSONResponse(_model_json(model))
 
     def _key(self, request: Request) -> str | None:
-        """Return the key under which the request is admitted."""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         known = self._announced | self._responders.keys()
         if scheme.lower() != "bearer":
@@ -360,7 +348,6 @@ def _dialect(request: Request) -> Dialect:
 
 
 async def _disconnected(request: Request) -> None:
-    """Wait until the client disconnects."""
     with suppress(RuntimeError):
         while (await request.receive())["type"] != "http.disconnect":
             pass

@@ -144,15 +144,7 @@ def compile_evaluation(
     overrides: Sequence[str],
     options: EvaluationOptions,
 ) -> Compiled:
-    """Compile the evaluation of saved models.
-
-    Args:
-        saved: model -> its checkpoint.
-        file: the plan file of the run whose recipe and configuration are used; None: those of
-            `options.recipe`.
-        overrides: keys of the configuration to change.
-        options: what is evaluated.
-    """
+    """Compile the evaluation of saved models, by the recipe of a run's plan file or of `options.recipe`."""
     if options.recipe is not None:
         recipe = Path(options.recipe)
     elif file is not None:

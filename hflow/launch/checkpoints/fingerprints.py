@@ -116,11 +116,9 @@ def describe_change(before: RunInput, after: RunInput) -> str | None:
 
 
 def fingerprint(files: Iterable[Path], num_blocks: int | None = None) -> RunInput:
-    """Return the fingerprints of files.
+    """Return the fingerprints of files, read in this order, by `num_blocks` of each.
 
-    Args:
-        files: in the order in which they are read.
-        num_blocks: blocks of each that are hashed; None: as many as `INPUT_BYTES` allows.
+    Without a number, `INPUT_BYTES` decides it.
 
     Raises:
         ConfigError: for a file that cannot be read.

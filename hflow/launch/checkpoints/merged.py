@@ -37,11 +37,9 @@ def model_directory(directory: Path) -> Path:
 
 
 def merge_adapter(directory: Path, out: Path) -> None:
-    """Write the model of a saved adapter as Hugging Face files, in the dtype of its base, with the tokenizer.
+    """Write the model of an adapter, a checkpoint's or any that peft saved, as Hugging Face files.
 
-    Args:
-        directory: what a checkpoint has of a model with adapters, or any adapter that peft saved.
-        out: made if necessary.
+    It has the dtype of its base, and its tokenizer.
 
     Raises:
         ConfigError: if peft is missing, or the base is not where it was, or not what it was.

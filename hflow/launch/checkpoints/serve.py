@@ -118,11 +118,7 @@ def serve(
     gen = checkpoint.config.gen
     setup = EngineSetup(
         settings,
-        {
-            "max_running": gen.max_running,
-            "max_model_len": min(gen.max_model_len, longest or gen.max_model_len),
-            **gen.precisions,
-        },
+        {**gen.engine_options, "max_model_len": min(gen.max_model_len, longest or gen.max_model_len)},
         tokenizer,
         tensor=_tensor_size(checkpoint, engine),
     )
@@ -152,12 +148,7 @@ def serve(
 class CheckpointResponder:
     """Completes requests with a model that is not being trained. Each request is on its own.
 
-    Args:
-        model: name of the model.
-        driver: drives its engine.
-        tokenizer: the model's.
-        longest: tokens of the longest sequence.
-        on_failure: called when the engine has failed.
+    `longest` is the most tokens of a sequence, and `on_failure` is called when the engine has failed.
     """
 
     def __init__(

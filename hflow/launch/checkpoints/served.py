@@ -25,6 +25,7 @@ KEYS = (
     "template_kwargs",
     "dtype",
     "gen.cache_dtype",
+    "gen.cuda_graphs",
     "gen.layout",
     "gen.max_model_len",
     "gen.max_running",
@@ -69,12 +70,7 @@ class ServedCheckpoint:
 
 
 def find_checkpoint(target: str, overrides: Sequence[str], model: str | None) -> ServedCheckpoint:
-    """Return the checkpoint that a user names.
-
-    Args:
-        target: a checkpoint directory, a run's directory, or NAME for the latest run in `runs/NAME`.
-        overrides: keys of `models.NAME` to change, as `key=value`.
-        model: the model of a run; None: the only one that generates.
+    """Return the checkpoint that a user names, with overrides of `models.NAME`; arguments as for `serve`.
 
     Raises:
         ConfigError: if there is no checkpoint, there are several, or an override is wrong.
@@ -115,7 +111,6 @@ def _config(directory: Path, overrides: Sequence[str]) -> ModelConfig:
 
 
 def _look_up(values: Any, key: str) -> Any:
-    """Return the value of a dotted key, or None."""
     for name in key.split("."):
         values = values.get(name) if isinstance(values, Mapping) else None
     return values

@@ -52,17 +52,11 @@ AUTO = "auto"
 def free_keys(
     config: RunConfig, set_keys: Collection[str], graph: Graph, request: PlanRequest
 ) -> frozenset[str]:
-    """Return the keys of the configuration that the planner may choose.
+    """Return the keys of the configuration that the planner may choose, of which the user has set none.
 
     On accelerators this is the default where there is something to choose. Devices of a CPU cluster are
     processes that share their machine, mostly for tests: there every model runs on all of them unless
     `placement=auto`.
-
-    Args:
-        config: the configuration.
-        set_keys: the keys that the user has set; they are never chosen.
-        graph: the recipe's graph.
-        request: made of the configuration.
     """
     roles = replica_roles(graph)
     if not roles or any(model not in request.shapes for model, _ in roles):
@@ -86,10 +80,7 @@ def _may_place(config: RunConfig, roles: Sequence[tuple[str, str]], request: Pla
 def with_choices(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
     """Return the configuration with what the planner chose, so that nothing is left to choose.
 
-    Args:
-        config: what was searched for.
-        overrides: keys of the configuration and their values. If the placement is among them, it has all
-            groups and layouts.
+    A placement that is among the choices has all groups and layouts.
     """
     if PLACEMENT in overrides:
         config = replace(without_places(config), placement=overrides[PLACEMENT])
@@ -216,15 +207,7 @@ def compile_read(
     with_limits: bool = False,
     searches: PastSearches | None = None,
 ) -> Compiled:
-    """Compile a recipe that has been read.
-
-    Args:
-        read: a recipe with its configuration.
-        engines: the engines, as in `compile_recipe`.
-        candidates: the placements, as in `compile_recipe`.
-        backend: the training backend, as in `compile_recipe`.
-        with_limits: also find settings, as in `compile_recipe`.
-        searches: searches of plans with other settings, which are not repeated.
+    """Compile a recipe that has been read, as `compile_recipe`; past `searches` are not repeated.
 
     Raises:
         HflowError: for the reasons of `plan`.
@@ -323,14 +306,12 @@ def plan_file_text(compiled: Compiled) -> str:
 def compile_plan_file(
     path: str | Path, recipe: str | Path | None = None, overrides: Sequence[str] = ()
 ) -> Compiled:
-    """Compile the recipe of a plan file with its configuration, and check that the plan is the stored one.
+    """Compile the recipe of a plan file or a run with its configuration, and check that the plan is the same.
 
     Models of the Hub that the file names without a commit, as it was made without a network, get one.
 
-    Args:
-        path: a plan file or a run's directory.
-        recipe: the recipe's file, if it has moved; None: the stored path.
-        overrides: configuration to change that does not change the plan, such as `out=elsewhere`.
+    `recipe` is the recipe's file, if it has moved. `overrides` may only change what the plan does not depend
+    on, such as `out=elsewhere`.
 
     Raises:
         ConfigError: for a file that is not a plan file, or overrides that do not fit.
@@ -359,13 +340,9 @@ def compile_plan_file(
 
 
 def compare_plans(before: str, after: str, overrides: Sequence[str] = ()) -> PlanDiff:
-    """Compare two plans.
+    """Compare two plans: plan files, runs' directories, or recipes, which are compiled with the overrides.
 
-    Args:
-        before: a plan file, a run's directory, or a recipe, which is compiled: its file (`.py`), or the name
-            of a shipped one.
-        after: the same.
-        overrides: configuration with which recipes are compiled.
+    A recipe is a `.py` file or the name of a shipped one.
 
     Raises:
         HflowError: for any other file, or a recipe that cannot be compiled.

@@ -31,12 +31,7 @@ AnySource = TypeVar("AnySource", bound=SourceConfig)
 def data_settings(
     config: RunConfig, dataset: DatasetSpec, functions: Mapping[str, Callable[..., Any]] | None = None
 ) -> DataSettings:
-    """Return the settings of a dataset.
-
-    Args:
-        config: the configuration.
-        dataset: the dataset.
-        functions: the recipe's functions that make rows (`@rows`), by name.
+    """Return the settings of a dataset; `functions` are the recipe's that make rows (`@rows`), by name.
 
     Raises:
         ConfigError: if the configuration names no rows, too many, or an unknown generator.
@@ -61,7 +56,7 @@ def data_settings(
     own, key = config.data.get(dataset.name, DataConfig()), f"data.{dataset.name}"
     sources = tuple(
         DataSettings(
-            **_without_sampler(source)
+            **{name: value for name, value in vars(source).items() if not name.startswith("sampler")}
             | {"path": _absolute(source.path), "shuffle": own.shuffle, "sources": ()},
             key=source_key,
             function=function(source.generator, source_key),
@@ -82,11 +77,7 @@ def check_data(
     A plan needs no data. So a dataset without settings, and files that are not on this machine, are left to
     the run. Of a file, the first row is read. Of a generator, the name, arguments and columns are checked.
 
-    Args:
-        config: the configuration.
-        graph: the recipe's graph.
-        functions: the recipe's functions that make rows (`@rows`), by name.
-        samplers: the recipe's functions that choose rows (`@sampler`), by name.
+    `functions` make rows (`@rows`) and `samplers` choose them (`@sampler`), by name.
 
     Raises:
         ConfigError: for settings that contradict each other, an unknown generator, and weights of sources
@@ -189,11 +180,6 @@ def _refuse_weights(sources: list[tuple[str, SourceConfig | WeightedSourceConfig
     for key, source in sources:
         if isinstance(source, WeightedSourceConfig) and source.weight != 1:
             raise ConfigError(f"{key}.weight has no effect, as evaluations read every row once; remove it")
-
-
-def _without_sampler(source: SourceConfig) -> dict[str, Any]:
-    """Return the settings that say where rows are, and not which one is next."""
-    return {name: value for name, value in vars(source).items() if not name.startswith("sampler")}
 
 
 def _text(config: SourceConfig, name: str) -> str:

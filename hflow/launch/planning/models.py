@@ -103,13 +103,7 @@ def image_model(
 
 
 def model_dtype(config: RunConfig, spec: Model, device: str) -> Literal["fp32", "bf16"]:
-    """Return the precision of a model: as configured, else that of its `init_from`, else the device's.
-
-    Args:
-        config: the run's configuration.
-        spec: the model.
-        device: `cpu` or `cuda`.
-    """
+    """Return the precision of a model: as configured, else that of its `init_from`, else the device's."""
     dtype = config.models.get(spec.name, ModelConfig()).dtype
     if dtype is not None:
         return dtype
@@ -271,7 +265,6 @@ def _local(path: str | None) -> str | None:
 
 
 def _own_template(path: Path) -> Any:
-    """Return the chat template of the tokenizer in a checkpoint, or None."""
     jinja, of_processor = (path / name for name in CHAT_TEMPLATES)
     if jinja.is_file():
         return jinja.read_text("utf-8", "replace")
@@ -379,7 +372,6 @@ def missing_template(node: str, model: str) -> ConfigError:
 
 
 def _source(config: RunConfig, spec: Model) -> ModelConfig:
-    """Return the configuration that a model's weights and tokenizer come from."""
     return config.models.get(source_model(config, spec).name, ModelConfig())
 
 
@@ -417,7 +409,6 @@ def _check_head(config: RunConfig, spec: Model) -> None:
 
 
 def _is_tied(saved: Mapping[str, Any]) -> bool:
-    """Return whether a Hugging Face config says that the output matrix is the embedding."""
     shape = read_shape(saved)
     return bool(saved.get("tie_word_embeddings")) if shape is None else shape.is_tied
 
@@ -461,7 +452,6 @@ class _StoredTensor:
     num_bytes: int
 
     def read(self, start: int) -> bytes:
-        """Return up to `BLOCK_BYTES` of the tensor."""
         with self.file.open("rb") as opened:
             opened.seek(self.start + start)
             return opened.read(min(BLOCK_BYTES, self.num_bytes - start))

@@ -144,7 +144,6 @@ def _resolve(path: Path) -> Path:
 
 
 def _check(file: Path, values: Any) -> None:
-    """Check that the content of a file is a plan file of this format."""
     if not isinstance(values, dict) or "format" not in values:
         raise ConfigError(f"{file} is not a plan file; `hflow plan RECIPE --json` prints one")
     if values["format"] != FORMAT or isinstance(values["format"], bool):

@@ -75,9 +75,7 @@ class RecipeReader:
     def read(self, overrides: Sequence[str] = (), config: RunConfig | None = None) -> ReadRecipe:
         """Return the recipe with its configuration and graph.
 
-        Args:
-            overrides: configuration as `key=value`.
-            config: a whole configuration, used instead of the recipe's YAML file and overrides.
+        `config` is a whole configuration, used instead of the recipe's YAML file and overrides.
 
         Raises:
             RecipeError: for an error in the recipe.
@@ -120,12 +118,7 @@ class RecipeReader:
 def read_recipe(
     recipe: str | Path, overrides: Sequence[str] = (), config: RunConfig | None = None
 ) -> tuple[RunConfig, Graph, Mapping[str, Callable[..., Any]]]:
-    """Return a recipe's configuration, its graph, and its node bodies by name.
-
-    Args:
-        recipe: path of the recipe's Python file.
-        overrides: configuration as `key=value`.
-        config: a whole configuration, used instead of the recipe's YAML file and overrides.
+    """Return a recipe's configuration, graph, and node bodies by name; arguments as of `RecipeReader.read`.
 
     Raises:
         RecipeError: for an error in the recipe.
@@ -200,12 +193,7 @@ _OPTIM_KEY = re.compile(r"\+*models\.(\w+)\.optim\.(\w+)=")
 def with_resolved_names(config: RunConfig, recipe: Path) -> tuple[RunConfig, dict[str, str]]:
     """Return the configuration with the present meaning of names: commits of the Hub, this machine's devices.
 
-    Args:
-        config: the configuration.
-        recipe: path of the recipe's Python file.
-
-    Returns:
-        The configuration, and models that cannot be fetched, as `with_pinned_models`.
+    Models that cannot be fetched are beside it, as of `with_pinned_models`.
 
     Raises:
         ConfigError: for a name without a meaning.
@@ -245,10 +233,7 @@ def with_overridden_models(
     architecture on the command line replaces the recipe's checkpoint, unless they have the same sizes. An
     optimizer on the command line replaces that of files, and with it the options that it has not.
 
-    Args:
-        config: the recipe's configuration with the overrides.
-        overrides: configuration as `key=value`.
-        unreached: models of the Hub that cannot be fetched, of which is warned already.
+    Of models that are `unreached`, which is the reason by name, is warned already.
 
     Raises:
         ConfigError: for a path on the command line without a checkpoint, if its sizes are not given as well.

@@ -32,14 +32,7 @@ _LEARNING = (
 def replaced_warnings(
     config: RunConfig, graph: Graph, configs: ConfigLoader, overrides: Sequence[str]
 ) -> Iterator[str]:
-    """Yield a warning for each thing that overrides replace while settings made for it stay.
-
-    Args:
-        config: the configuration.
-        graph: the recipe's graph.
-        configs: composes the recipe's configuration.
-        overrides: with which the configuration was composed.
-    """
+    """Yield a warning for each thing that overrides replace while settings made for it stay."""
     if not overrides:
         return
     yield from _data_warnings(config, graph, configs, overrides)

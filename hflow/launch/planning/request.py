@@ -65,10 +65,6 @@ HardwareKind = Literal["devices", "links", "calibrations"]
 def read_hardware(kind: HardwareKind, recipe: str | Path) -> dict[str, Mapping[str, Any]]:
     """Return the figures of every device, link or calibration that a recipe can use, by name.
 
-    Args:
-        kind: devices, links or calibrations.
-        recipe: path of the recipe's Python file.
-
     Raises:
         ConfigError: for a file that is not a YAML mapping.
     """
@@ -78,7 +74,6 @@ def read_hardware(kind: HardwareKind, recipe: str | Path) -> dict[str, Mapping[s
 
 
 def _own_directory(kind: HardwareKind, recipe: str | Path) -> Path:
-    """Return the directory of a user's own figures."""
     return Path(recipe).parent / "hardware" / kind
 
 
@@ -121,11 +116,6 @@ def cluster_hardware(
 ) -> tuple[ClusterSpec, Hardware]:
     """Return the cluster of a configuration, and the figures of its devices and links.
 
-    Args:
-        config: the configuration.
-        recipe: path of the recipe's Python file.
-        learn: learns from the run that `calibrate` names.
-
     Raises:
         ConfigError: for an unknown link, a hardware file that is not right, or a run that `calibrate` cannot
             learn from.
@@ -155,7 +145,6 @@ def cluster_hardware(
 def _hardware(
     config: RunConfig, device: Device, links: dict[str, Link], recipe: str | Path, learn: Learn
 ) -> Hardware:
-    """Return the figures of one kind of devices."""
     key, rack = f"hardware.devices.{device.name}", None
     intra = _link(f"{key}.link", device.link, links)
     if config.network is not None:
@@ -201,11 +190,7 @@ def _published_errors(device: str) -> dict[str, PublishedError]:
 
 
 def calibration_of(values: Mapping[str, Any], file: str | Path) -> Calibration:
-    """Return the calibration in a file.
-
-    Args:
-        values: the content of the file.
-        file: the file's path, for messages.
+    """Return the calibration with the values that are in a file.
 
     Raises:
         ConfigError: naming the file, the key, and what is expected.
@@ -237,13 +222,7 @@ def _cores(config: RunConfig, cluster: ClusterSpec) -> tuple[int, ...]:
 
 
 def _check_racks(cluster: ClusterSpec, rack_devices: int, first: int) -> None:
-    """Refuse machines that do not fill a rack.
-
-    Args:
-        cluster: the machines.
-        rack_devices: devices of a rack.
-        first: the first device of the machines; the planner counts racks from the first one of all.
-    """
+    """Refuse machines that do not fill a rack. The planner counts racks from the first device of all."""
     size = cluster.devices_per_node
     if first % rack_devices:
         raise ConfigError(f"cluster: {cluster.name} is in racks; name it in front of the other machines")
@@ -291,13 +270,7 @@ RESULT_KEYS = ("models.", "data.", "services.", "workers")
 def plan_request(
     config: RunConfig, graph: Graph, recipe: str | Path, learn: Learn = _learn_nothing
 ) -> PlanRequest:
-    """Return the planner's input for a configuration.
-
-    Args:
-        config: the configuration, with its names checked.
-        graph: the recipe's graph.
-        recipe: path of the recipe's Python file; a user's hardware files are beside it.
-        learn: learns from the run that `calibrate` names.
+    """Return the planner's input for a configuration, whose names were checked.
 
     Raises:
         ConfigError: for an unknown link, or a file that is not what it should be.
@@ -374,6 +347,7 @@ _LATER_KEYS: Mapping[str, Any] = {
     ".optim.groups": [],
     ".gen.quantization": None,
     ".gen.cache_dtype": None,
+    ".gen.cuda_graphs": True,
     ".fp8": None,
     ".zero_stage": 3,
     ".freeze": None,
@@ -532,7 +506,6 @@ def _shown(system: str | None) -> str:
 
 
 def _shapes(config: RunConfig, graph: Graph) -> dict[str, ModelShape]:
-    """Return the sizes of the models whose architecture is known."""
     shapes = {spec.name: model_shape(config, graph, spec) for spec in graph.models}
     return {name: shape for name, shape in shapes.items() if shape is not None}
 
@@ -555,6 +528,5 @@ def _images(config: RunConfig, graph: Graph) -> dict[str, PromptImages]:
 
 
 def _families(config: RunConfig, graph: Graph) -> dict[str, str]:
-    """Return the `model_type` of the models whose architecture is known."""
     families = {spec.name: model_family(config, graph, spec) for spec in graph.models}
     return {name: family for name, family in families.items() if family is not None}

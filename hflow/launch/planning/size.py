@@ -159,7 +159,6 @@ def _device_of(config: RunConfig, devices: dict[str, Device]) -> str:
 
 
 def _clusters(on: Sequence[str], most: int, devices: dict[str, Device]) -> list[str]:
-    """Return the names of all clusters to try, each once."""
     names: list[str] = []
     for name in on:
         names += _sizes_of(name, most) if name in devices else [name]

@@ -32,10 +32,6 @@ def with_this_machine(config: RunConfig, recipe: str | Path) -> RunConfig:
     A machine without GPUs has a device for each core, `MAX_CPU_DEVICES` at most, or one if all workers are in
     one process. They share the memory.
 
-    Args:
-        config: the configuration.
-        recipe: path of the recipe's Python file; a user's hardware files are beside it.
-
     Raises:
         ConfigError: for GPUs that differ, or of a kind of which hflow has no figures.
     """
@@ -85,10 +81,7 @@ def device_of_product(product: str, devices: Iterable[str]) -> str | None:
 
 
 def visible_gpus(variables: Mapping[str, str]) -> list[Gpu]:
-    """Return the GPUs that processes may use, as `nvidia-smi` lists them; none without it.
-
-    Args:
-        variables: environment variables, of which `CUDA_VISIBLE_DEVICES` counts.
+    """Return the GPUs of `nvidia-smi` that `CUDA_VISIBLE_DEVICES` of the variables allows; none without it.
 
     Raises:
         ConfigError: for a CUDA_VISIBLE_DEVICES that names no GPU of this machine by its number.

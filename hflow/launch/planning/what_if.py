@@ -49,12 +49,7 @@ class WhatIf:
 
 
 def what_if(recipe: str | Path, overrides: Sequence[str], changes: Sequence[str]) -> WhatIf:
-    """Plan a recipe, and again with each change.
-
-    Args:
-        recipe: path of the recipe's Python file.
-        overrides: configuration of all plans as `key=value`.
-        changes: each one `key=value`, or several separated by spaces.
+    """Plan a recipe, and again with each change: `key=value`, or several separated by spaces.
 
     Raises:
         ConfigError: for a change that is not `key=value`, an unknown key, or a value that does not fit.

@@ -16,8 +16,8 @@ from typing import Any
 from hflow.base.errors import ConfigError, nearest
 from hflow.base.files import resolved
 from hflow.config import flatten
-from hflow.launch.results.runs import Curve, RunRecord, read_run
-from hflow.report.formatting import MAX_POINTS, ends_of, thinned
+from hflow.launch.results.runs import RunRecord, read_run
+from hflow.report.formatting import MAX_POINTS, Points, ends_of, thinned
 from hflow.runtime.records import step_metrics
 from hflow.training.interface import LOSS
 
@@ -160,11 +160,11 @@ def _chosen(records: Sequence[RunRecord], patterns: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(name for p in patterns for name in names if fnmatchcase(name, p)))
 
 
-def _curves(name: str, side: Sequence[RunRecord]) -> list[Curve]:
+def _curves(name: str, side: Sequence[RunRecord]) -> list[Points]:
     return [record.curves[name] for record in side if name in record.curves]
 
 
-def _reached(name: str, curves: Sequence[Curve]) -> ReachedValues | None:
+def _reached(name: str, curves: Sequence[Points]) -> ReachedValues | None:
     if not curves:
         return None
     choose = min if LOSS.key_of(name) is not None else max
@@ -177,7 +177,7 @@ def _reached(name: str, curves: Sequence[Curve]) -> ReachedValues | None:
     )
 
 
-def mean_curve(curves: Sequence[Curve]) -> Curve:
+def mean_curve(curves: Sequence[Points]) -> tuple[tuple[int, float], ...]:
     """Return the mean of several curves at the steps that all of them have."""
     values = [dict(curve) for curve in curves]
     steps = sorted(set(values[0]).intersection(*values))

@@ -40,11 +40,7 @@ SAMPLE_COLUMNS = {name: description for name, (_, description) in COLUMNS.items(
 
 
 def why(run: str, sample: str) -> SampleHistory:
-    """Return the history of one sample.
-
-    Args:
-        run: a run's directory, or NAME for the latest run in `runs/NAME`.
-        sample: an id in the trained stream, or `STREAM/ID`.
+    """Return the history of one sample, by its id in the trained stream or `STREAM/ID`.
 
     Raises:
         ConfigError: if there is no such run or sample.
@@ -53,12 +49,7 @@ def why(run: str, sample: str) -> SampleHistory:
 
 
 def samples(run: str, where: str | None = None, limit: int | None = None) -> QueryResult:
-    """Return the samples of a run that meet an SQL condition on the columns of the view `samples`.
-
-    Args:
-        run: the run, as for `why`.
-        where: the SQL condition; None: all samples.
-        limit: maximum number of samples.
+    """Return at most `limit` samples of a run that meet an SQL condition on columns of the view `samples`.
 
     Raises:
         ConfigError: if there is no such run, or the SQL is invalid.
@@ -80,12 +71,7 @@ def why_output(run: str, history: SampleHistory) -> list[LoggedLine]:
 
 
 def samples_with_text(run: str, where: str | None = None, limit: int | None = None) -> SampleTextsFound:
-    """Return those samples that meet a condition whose text was kept.
-
-    Args:
-        run: the run, as for `why`.
-        where: the condition, as for `samples`.
-        limit: maximum number of samples.
+    """Return those samples that meet a condition, as `samples`, whose text was kept.
 
     Raises:
         ConfigError: for the reasons of `samples`, and if the run kept no text at all.

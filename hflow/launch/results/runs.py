@@ -14,13 +14,11 @@ from hflow.launch.targets import resolve
 from hflow.metrics import find_metric
 from hflow.runtime.ledger.query import LedgerOverview, read_overview
 from hflow.runtime.records.activity import Activity, read_activity
+from hflow.runtime.records.metric_columns import Curve, read_curves
 from hflow.runtime.records.sample_text_files import SampleRow, by_sample, read_newest, read_some
 from hflow.runtime.saving.checkpoint import Checkpoints
-from hflow.runtime.saving.run_directory import RunDirectory, read_metrics
+from hflow.runtime.saving.run_directory import RunDirectory
 from hflow.training.interface import LOSS
-
-Curve = tuple[tuple[int, float], ...]
-"""(completed steps, value), ascending."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +76,7 @@ class RunRecord:
 
 
 def read_run(run: str, *, may_lack_metrics: bool = False) -> RunRecord:
-    """Return the record of a run.
-
-    Args:
-        run: a run's directory, or NAME for the latest run in `runs/NAME`.
-        may_lack_metrics: accept a run that has not completed its first step.
+    """Return the record of a run; with `may_lack_metrics`, also of one that has not completed its first step.
 
     Raises:
         ConfigError: if there is no such run, it has no metrics yet, or a file is damaged.
@@ -94,11 +88,7 @@ def read_run(run: str, *, may_lack_metrics: bool = False) -> RunRecord:
     is_running = directory.is_running
     has_failed = directory.error.is_file() and not is_running
     error = directory.error.read_text("utf-8", "replace").strip() if has_failed else None
-    curves: dict[str, dict[int, float]] = {}
-    for row in read_metrics(directory.metrics) if directory.metrics.is_file() else []:
-        for name, value in row.items():
-            if name != "step" and value is not None:
-                curves.setdefault(name, {})[int(row["step"] or 0)] = value
+    curves = read_curves(directory.metrics) if directory.metrics.is_file() else {}
     if not curves and not may_lack_metrics:
         ended = f"it failed: {error}" if error else "it ended before its first step"
         when = "wait for its first step" if is_running else f"{ended}; name another run"
@@ -108,7 +98,7 @@ def read_run(run: str, *, may_lack_metrics: bool = False) -> RunRecord:
         directory=directory,
         config=file["config"],
         plan=file["plan"],
-        curves={name: tuple(sorted(values.items())) for name, values in sorted(curves.items())},
+        curves=curves,
         summary=read_json_object(directory.summary, "summary of a run") if has_ended else None,
         is_running=is_running,
         error=error,
@@ -160,13 +150,9 @@ class MeasuredTrace:
     """In order of their start; empty if there is no trace."""
 
     def until_now(self, activity: Activity | None, now: float) -> tuple[MeasuredSpan, ...]:
-        """Return the spans, and those of what workers still do, which end now.
+        """Return the spans, and those of what workers still do, which end `now`, in seconds since the epoch.
 
         If work has ended since the trace was written, they end with the trace.
-
-        Args:
-            activity: what workers do.
-            now: seconds since the epoch.
         """
         if self.start is None or self.end is None or activity is None:
             return self.spans

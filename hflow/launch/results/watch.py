@@ -55,12 +55,7 @@ class WatchedRun:
 
 
 def watch(run: str, port: int = 0, on_ready: Callable[[WatchedRun], None] = lambda watched: None) -> None:
-    """Serve the page of a run on 127.0.0.1 until Ctrl-C.
-
-    Args:
-        run: a run's directory, or NAME for the latest run in `runs/NAME`. It may have ended.
-        port: 0 for a free one.
-        on_ready: called when the page can be opened.
+    """Serve the page of a run on a port of 127.0.0.1 (0: a free one) until Ctrl-C. The run may have ended.
 
     Raises:
         ConfigError: if there is no such run, a file of it is damaged, or the port is in use.
@@ -76,8 +71,7 @@ def watch(run: str, port: int = 0, on_ready: Callable[[WatchedRun], None] = lamb
 class RunPage:
     """The page of a run, which is made again when it is asked for and some time has passed.
 
-    Args:
-        run: the run, as for `watch`. It is resolved once, so that a later run does not take its place.
+    The run's name is resolved once, so that a later run does not take its place.
     """
 
     def __init__(self, run: str) -> None:
@@ -207,14 +201,9 @@ class _PageHandler(BaseHTTPRequestHandler):
 
 
 def ssh_tunnel(port: int, environment: Mapping[str, str]) -> str | None:
-    """Return the command that forwards a port of this machine to the one that the user came from by SSH.
+    """Return the command that forwards a port of this machine to where the user came from; None without SSH.
 
-    Args:
-        port: the page's.
-        environment: the variables of this process; SSH_CONNECTION has the addresses and ports of both ends.
-
-    Returns:
-        The command; None without SSH.
+    The variable SSH_CONNECTION has the addresses and ports of both ends.
     """
     ends = environment.get("SSH_CONNECTION", "").split()
     if len(ends) != 4:

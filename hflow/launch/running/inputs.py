@@ -49,13 +49,7 @@ class InputChange:
 def run_inputs(
     compiled: Compiled, row_files: Mapping[str, Sequence[Path]], known: RunInputs | None = None
 ) -> RunInputs:
-    """Return the fingerprints of the files that a run reads.
-
-    Args:
-        compiled: the recipe.
-        row_files: dataset -> the files of its rows.
-        known: fingerprints to compare with, whose hashes read the same blocks; None: there are none.
-    """
+    """Return the fingerprints of the files that a run reads, of the same blocks as `known` for comparison."""
     paths = {f"data.{name}": list(files) for name, files in row_files.items()}
     paths |= {f"models.{spec.name}": list(_model_files(compiled, spec)) for spec in compiled.graph.models}
     paths[RECIPE] = imported_files(resolved(compiled.recipe).parent)
@@ -71,14 +65,7 @@ def run_inputs(
 def changed_inputs(
     before: RunInputs, after: RunInputs, earlier: RunConfig, compiled: Compiled
 ) -> Iterator[InputChange]:
-    """Yield the inputs whose files have changed.
-
-    Args:
-        before: inputs of the run when it began, or was continued last.
-        after: inputs of the run that is to continue.
-        earlier: the configuration with which it ran before.
-        compiled: the recipe that is to continue.
-    """
+    """Yield the inputs whose files have changed since the run last ran, with the configuration `earlier`."""
     trained = {stream.dataset for stream in compiled.graph.streams if stream.trained}
     for key, old in before.inputs.items():
         section, _, name = key.partition(".")

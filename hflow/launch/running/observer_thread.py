@@ -22,11 +22,7 @@ _Call = Callable[[Observer], None]
 
 
 class ObserverThread:
-    """Passes what a run reports to observers.
-
-    Args:
-        observers: they are called in this order.
-    """
+    """Passes what a run reports to observers, one after the other."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = list(observers)

@@ -47,10 +47,7 @@ class ResumedRun:
     """The configuration that ran before."""
 
     def check_inputs(self, inputs: Callable[[RunInputs | None], RunInputs]) -> tuple[RunInputs, list[str]]:
-        """Return the inputs of the run that continues, and warnings of what is not as it was.
-
-        Args:
-            inputs: returns the present inputs, given those of before.
+        """Return the present inputs, found with those of before, and warnings of what is not as it was.
 
         Raises:
             ConfigError: if the checkpoint means something else with what has changed; names it.
@@ -103,12 +100,7 @@ class ResumedRun:
 
 
 def find_resumed(run: str, overrides: Sequence[str] = (), recipe: Recipe | None = None) -> ResumedRun:
-    """Find a run and the checkpoint from which it continues, and compile its recipe.
-
-    Args:
-        run: a run's directory, NAME for the latest run in `runs/NAME`, or the directory of a checkpoint.
-        overrides: configuration to change, such as `steps=500`.
-        recipe: the recipe, if it is defined in a notebook; None: that of the stored path.
+    """Find a run and the checkpoint from which it continues, and compile its recipe (None: that of its plan).
 
     Raises:
         ConfigError: if there is no such run, or all its steps are done.

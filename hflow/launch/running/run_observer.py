@@ -46,16 +46,8 @@ WINDOW = 20
 class RunObserver:
     """Writes every row of metrics and every span, and shows the few numbers that a person watches.
 
-    Args:
-        plan: the plan of the run.
-        log: receives every row.
-        trace: receives every span.
-        display: shows some of the metrics.
-        report: which metrics these are, and what to warn of; None: the defaults.
-        checkpoints: learns the metrics, of which one may choose the best checkpoint.
-        directory: the run's; None: texts of samples, and what bodies print, are not written.
-        observers: trackers, and the recipe's observers.
-        shows_output: whether the display shows what bodies print; False: the terminal has it already.
+    Without a directory, texts of samples and what bodies print are not written. `shows_output=False`: the
+    terminal has what they print already.
     """
 
     def __init__(
@@ -264,11 +256,7 @@ class RunObserver:
 
 
 class RolloutTracker:
-    """Sums and averages over steps of the metrics that are declared `live`, for the panel.
-
-    Args:
-        runs_ahead: whether a trained token of the run can have a lag.
-    """
+    """Sums and averages over steps of the metrics that are declared `live`, for the panel."""
 
     def __init__(self, *, runs_ahead: bool) -> None:
         self._runs_ahead = runs_ahead

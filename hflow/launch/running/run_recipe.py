@@ -102,13 +102,7 @@ def run_plan(
     overrides: Sequence[str] = (),
     live: bool | None = None,
 ) -> RunSummary:
-    """Run exactly the plan in a plan file or in the directory of an earlier run.
-
-    Args:
-        file: a file printed by `hflow plan RECIPE --json`, or a run's directory.
-        recipe: the recipe's file, if it has moved; None: the stored path.
-        overrides: configuration to change that does not change the plan, such as `out=elsewhere`.
-        live: whether a panel shows progress, as for `run`.
+    """Run exactly the plan in a plan file or in an earlier run's directory; arguments of `compile_plan_file`.
 
     Raises:
         HflowError: for the reasons of `run`, and if the recipe's plan differs from the stored one.
@@ -119,12 +113,7 @@ def run_plan(
 def run_compiled(
     compiled: Compiled, live: bool | None, environment: RunEnvironment | None = None
 ) -> RunSummary:
-    """Run a compiled recipe.
-
-    Args:
-        compiled: graph, bodies, configuration and plan.
-        live: show a live panel (True) or plain lines (False); None: a panel if the output is a terminal.
-        environment: factories and processes to use; None: those of `hflow run`.
+    """Run a compiled recipe, with a live panel as for `run`, in the environment of `hflow run` by default.
 
     Raises:
         HflowError: for any error that a user can fix, before or during the run.
@@ -378,26 +367,15 @@ def _removed_if_refused(directory: RunDirectory) -> Iterator[None]:
     try:
         yield
     except HflowError as error:
-        if _is_refused(directory, error):
+        if not directory.ledger.is_file() and not isinstance(error, RunError):  # it has not begun
             directory.remove()
         raise
-
-
-def _is_refused(directory: RunDirectory, error: HflowError) -> bool:
-    """Return whether an error refuses a new run before it begins, so that nothing of it can continue."""
-    return not directory.ledger.is_file() and not isinstance(error, RunError)
 
 
 def _checkpoint_notes(
     compiled: Compiled, resumed: ResumedRun | None, set_aside: Sequence[str]
 ) -> Iterator[str]:
-    """Yield what is saved and kept, and where a resumed run continues.
-
-    Args:
-        compiled: the recipe.
-        resumed: the run that continues, if one does.
-        set_aside: names of its later checkpoints.
-    """
+    """Yield what is saved and kept, and where a resumed run continues; `set_aside` are later checkpoints."""
     config = compiled.config
     if resumed is not None:
         steps = resumed.steps

@@ -29,12 +29,7 @@ def builtin_metrics() -> tuple[Metric, ...]:
 
 
 class ShownMetrics:
-    """Picks the metrics that the live panel and the plain lines show, and labels them.
-
-    Args:
-        plan: the plan of the run.
-        patterns: `report.show`, names or globs; None: the default.
-    """
+    """Picks the metrics that the live panel and the plain lines show (None: the default), and labels them."""
 
     def __init__(self, plan: Plan, patterns: Sequence[str] | None = None) -> None:
         self._labels = _default_labels(plan)

@@ -15,10 +15,7 @@ from hflow.training.interface import ENGINE_KL, GRAD_NORM, LOSS, NUM_TRAINED_TOK
 class EngineGapWarning:
     """Warns of each train node's first KL above the limit, and again whenever the KL has doubled.
 
-    Args:
-        graph: the graph of the run.
-        max_kl: `report.max_engine_kl`; None: never warn.
-        low_precisions: model -> the setting that ends a low precision, of its engines or its own.
+    `low_precisions` is model -> the setting that ends a low precision, of its engines or its own.
     """
 
     def __init__(self, graph: Graph, max_kl: float | None, low_precisions: Mapping[str, str]) -> None:
@@ -28,12 +25,7 @@ class EngineGapWarning:
         self._warned: dict[str, float] = {}
 
     def check(self, step: int, values: Mapping[str, float]) -> Iterator[str]:
-        """Yield the warnings that a step's metrics deserve.
-
-        Args:
-            step: number of the step, from 1.
-            values: the step's metrics.
-        """
+        """Yield the warnings that a step's metrics deserve."""
         if self._max_kl is None:
             return
         for name, value in values.items():
@@ -67,9 +59,6 @@ class EngineGapWarning:
 class EvaluationWarning:
     """Warns of each side stream's first evaluation without all samples, and when their number has doubled.
 
-    Args:
-        graph: the graph of the run.
-
     Attributes:
         missing: side stream -> (refused samples, all samples) of its last evaluation, if it refused any.
     """
@@ -86,12 +75,7 @@ class EvaluationWarning:
             self._messages.setdefault(self._streams[node], message)
 
     def check(self, step: int, values: Mapping[str, float]) -> Iterator[str]:
-        """Yield the warnings that an evaluation's metrics deserve.
-
-        Args:
-            step: completed steps of the weights that were evaluated.
-            values: the evaluation's metrics.
-        """
+        """Yield the warnings that the metrics of an evaluation after `step` completed steps deserve."""
         for name, num_refused in values.items():
             if not (stream := EVALUATION_REFUSED.key_of(name)):
                 continue
@@ -121,12 +105,7 @@ class TruncationWarning:
         self._warned: set[str] = set()
 
     def check(self, step: int, values: Mapping[str, float]) -> Iterator[str]:
-        """Yield the warnings that a step's metrics deserve.
-
-        Args:
-            step: number of the step, from 1.
-            values: the step's metrics.
-        """
+        """Yield the warnings that a step's metrics deserve."""
         for name, share in values.items():
             stream, _, kind = name.partition("/")
             if kind == "truncated" and share > MANY_CUT and stream not in self._warned:
@@ -144,9 +123,7 @@ class NoGradientWarning:
     No recipe means this to happen: equal rewards, or a batch without learned tokens, leave the weights as
     they are for as long as they last.
 
-    Args:
-        graph: the graph of the run.
-        run: what `hflow samples` is called with to read this run's samples.
+    `run` is what `hflow samples` is called with to read this run's samples.
     """
 
     def __init__(self, graph: Graph, run: str) -> None:
@@ -158,12 +135,7 @@ class NoGradientWarning:
         self._warned: set[str] = set()
 
     def check(self, step: int, values: Mapping[str, float]) -> Iterator[str]:
-        """Yield the warnings that a step's metrics deserve.
-
-        Args:
-            step: number of the step, from 1.
-            values: the step's metrics.
-        """
+        """Yield the warnings that a step's metrics deserve."""
         for node in self._nodes:
             if NUM_TRAINED_TOKENS.member(node) not in values or node in self._warned:
                 continue

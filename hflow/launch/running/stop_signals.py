@@ -42,9 +42,6 @@ class StopSignals:
 
     Ctrl-C, SIGTERM and SIGHUP ask a run to stop; a second signal ends it at once. Only the main thread
     receives signals: where the loop runs in another one, `request_stop` asks in their place.
-
-    Args:
-        note: shows a line to the user.
     """
 
     def __init__(self, note: Callable[[str], None]) -> None:

@@ -118,10 +118,7 @@ def configuration(
 ) -> tuple[RunConfig, Graph]:
     """Return the configuration to compare, and the recipe's graph.
 
-    Args:
-        recipe: path of its Python file.
-        overrides: configuration as `key=value`.
-        as_configured: whether the models are placed as in a run, where the planner chooses what is left open.
+    `as_configured` places the models as a run does, where the planner chooses what is left open.
 
     Raises:
         HflowError: if the recipe cannot be planned.
@@ -234,12 +231,6 @@ def comparable_config(config: RunConfig, graph: Graph, steps: int, out: str) -> 
     """Return the configuration with what all runs share.
 
     They are synchronous and in fp32, train every model from the first step on, and do not evaluate.
-
-    Args:
-        config: configuration of the recipe.
-        graph: graph of the recipe.
-        steps: training steps.
-        out: directory of results.
     """
     placement = config.placement
     for spec in graph.models:
@@ -356,10 +347,7 @@ def _on_cluster(
 def compare_with_twin(reference: RunSummary, twin: RunSummary, layout: str) -> TwinResult:
     """Compare losses and gradient norms of every step, and the weights after the last step.
 
-    Args:
-        reference: the run in one process, which has an earlier checkpoint too.
-        twin: the distributed run.
-        layout: the layout's name.
+    The reference has an earlier checkpoint too.
     """
     return TwinResult(layout, tuple(_metric_pairs(reference, twin)), tuple(_weight_pairs(reference, twin)))
 

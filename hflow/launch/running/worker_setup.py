@@ -16,6 +16,7 @@ from hflow.config import ModelConfig, RunConfig
 from hflow.data.rows.datasets import DataSettings, JoinedRows, RowSource, check_rows, open_dataset
 from hflow.data.rows.generated import ENDLESS
 from hflow.data.rows.row_order import RowOrder, WeightedOrder
+from hflow.data.rows.samplers import SAMPLERS
 from hflow.data.text.tokenizer import TokenizerSettings, eos_ids
 from hflow.dsl import FirstPass, first_pass_of, read_first_pass
 from hflow.graph.ir import Level, Node, Read
@@ -44,11 +45,7 @@ if TYPE_CHECKING:
 
 
 def make_setup(compiled: Compiled, factories: Mapping[str, Callable[..., Any]] | None = None) -> WorkerSetup:
-    """Return the setup that every worker receives.
-
-    Args:
-        compiled: the recipe.
-        factories: name of a backend or engine -> the function that builds it; None: those of the registry.
+    """Return the setup that every worker receives, with these factories, or those of the registry.
 
     Raises:
         ConfigError: if a model or dataset is not configured.
@@ -79,12 +76,7 @@ def make_setup(compiled: Compiled, factories: Mapping[str, Callable[..., Any]] |
 
 
 def make_processes(plan: Plan, variables: Mapping[str, str] | None = None) -> RayActors:
-    """Return the processes of a run's workers on Ray. They are not started.
-
-    Args:
-        plan: the run's plan.
-        variables: environment variables of all workers.
-    """
+    """Return the processes of a run's workers on Ray. They are not started."""
     from hflow.workers.ray.ray_actors import RayActors
 
     workers, same = range(plan.cluster.num_devices), variables or {}
@@ -131,8 +123,14 @@ def open_rows(compiled: Compiled) -> tuple[dict[str, DatasetRows], dict[str, tup
                     f"{settings.key}.sampler chooses among a number of rows, but "
                     f"{settings.key}.generator={settings.generator} may not end; set {settings.key}.limit"
                 )
+            sampler = compiled.config.data[name].sampler
             judge = _judge(compiled.plan, stream, f"{settings.key}.sampler")
-            key, order = f"{settings.key}.sampler={compiled.config.data[name].sampler}", rows[stream]
+            if judge is None and sampler in SAMPLERS:  # one of the recipe's may need no rewards
+                raise ConfigError(
+                    f"{settings.key}.sampler={sampler} needs rewards, but no node returns one for the "
+                    f"samples of {stream}; add one, such as rewards.math_equal, or remove the sampler"
+                )
+            key, order = f"{settings.key}.sampler={sampler}", rows[stream]
             rows[stream] = SampledRows(order, function, judge, key)
         files[name] = source.files
     return rows, files
@@ -182,8 +180,7 @@ def _refuse_endless(settings: DataSettings, is_trained: bool) -> None:
 
 def _engine_options(compiled: Compiled, replica: Replica) -> Mapping[str, Any]:
     config = compiled.config.models.get(replica.model, ModelConfig()).gen
-    options: dict[str, Any] = {"max_running": config.max_running, "max_model_len": config.max_model_len}
-    options |= config.precisions
+    options = config.engine_options
     if replica.merges_adapters:
         options["merges_adapters"] = True
     choice = next(choice for choice in compiled.plan.engines if choice.replica == replica.name)
@@ -257,8 +254,10 @@ def tokenizer_settings(compiled: Compiled) -> dict[str, TokenizerSettings]:
     own = {name: compiled.config.models.get(name, ModelConfig()) for name in sources}
     images = {name: own[name].images.over(source.images) for name, source in sources.items()}
     sees = {spec.name: spec.vision for spec in compiled.graph.models}
-    configs = {
-        name: source.architecture or {} if source.path is None else _saved_config(source.path)
+    configs: dict[str, Mapping[str, Any]] = {
+        name: source.architecture or {}
+        if source.path is None
+        else read_json_object(local_directory(source.path) / "config.json")
         for name, source in sources.items()
     }
     return {
@@ -275,10 +274,6 @@ def tokenizer_settings(compiled: Compiled) -> dict[str, TokenizerSettings]:
         )
         for name, source in sources.items()
     }
-
-
-def _saved_config(path: str) -> Mapping[str, Any]:
-    return read_json_object(local_directory(path) / "config.json")
 
 
 def _architecture_eos(name: str, source: ModelConfig) -> tuple[int, ...]:
@@ -367,12 +362,7 @@ def _followers(compiled: Compiled, spec: Model) -> list[str]:
 
 
 def _is_resumed(spec: Model, config: ModelConfig, followers: Sequence[str]) -> bool:
-    """Return whether a model starts with the optimizer state in its checkpoint.
-
-    Args:
-        spec: the model.
-        config: the model's configuration.
-        followers: models that start from its weights.
+    """Return whether a model starts with the optimizer state of its checkpoint; `followers` start from it.
 
     Only weights and optimizer state are restored, not the position in the data, samples or the ledger.
 

@@ -147,12 +147,6 @@ def _check_balance(graph: Graph, name: str, request: PlanRequest) -> None:
             f"{key}.bias_rate is {balance.bias_rate:g}, but only adapters are trained, saved and sent; set "
             f"{key}.coefficient in its place"
         )
-    averaging = [node.spec for node in graph.nodes if node.spec.verb == "update" and name in node.spec.models]
-    if balance.bias_rate and averaging:
-        raise PlanError(
-            f"{key}.bias_rate is {balance.bias_rate:g}, but {averaging[0].name} "
-            f"({averaging[0].where}) updates weights alone; set {key}.coefficient in its place"
-        )
 
 
 def _check_host_steps(name: str, config: ModelConfig) -> None:
@@ -223,6 +217,11 @@ def _check_lora(graph: Graph, name: str, request: PlanRequest) -> None:
         raise PlanError(
             f"{key} is set, but the {config.backend} backend cannot train adapters; set "
             f"models.{name}.backend={first_with('has_adapters')}, or remove {key}"
+        )
+    if shape is not None and shape.latent is not None and not traits(config.backend).adapts_latents:
+        raise PlanError(
+            f"{key} is set, but the {config.backend} backend has no adapters beside the latent attention of "
+            f"{shape.family}; set models.{name}.backend={first_with('adapts_latents')}, or remove {key}"
         )
     _check_lora_options(name, config, shape)
     if config.kernels == "transformer_engine" or config.fp8 is not None:
@@ -326,16 +325,11 @@ def _check_lora_options(name: str, config: ModelConfig, shape: ModelShape | None
             f"{key}.dora is set, but {other} has no magnitudes; remove it from {key}.targets, or set "
             f"{key}.dora=false"
         )
-    asked = {
-        f"{key}.targets has {other}": other is not None,
-        f"{key}.base is {lora.base}": lora.base is not None,
-    }
-    for option in (option for option, is_asked in asked.items() if is_asked):
-        if not traits(config.backend).has_all_adapters:
-            raise PlanError(
-                f"{option}, but the {config.backend} backend cannot train that; set "
-                f"models.{name}.backend={first_with('has_all_adapters')}, or remove it"
-            )
+    if lora.base is not None and not traits(config.backend).rounds_base:
+        raise PlanError(
+            f"{key}.base is {lora.base}, but the {config.backend} backend cannot train that; set "
+            f"models.{name}.backend={first_with('rounds_base')}, or remove it"
+        )
     of_experts = next((target for target in EXPERT_TARGETS if target in lora.targets), None)
     if config.compile and (lora.base is not None or of_experts is not None):
         option = f"targets has {of_experts}" if lora.base is None else f"base is {lora.base}"

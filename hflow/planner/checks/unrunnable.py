@@ -73,7 +73,7 @@ def _reasons(plan: Plan, request: PlanRequest, chosen: Container[str], fits: Fit
             yield from _precision_reasons(replica, request)
         if replica.role == "gen" and runs_family(replica.backend, shape):
             kind = engine_kind(replica.backend)
-            yield from kind.check(served_model(replica, request))
+            yield from kind.objections(served_model(replica, request))
     yield from transport_reasons(plan, request)
     yield from _base_reasons(plan, request)
     yield from _offload_reasons(plan, request)
@@ -377,6 +377,12 @@ def _base_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
     """
     using = {replica.model for replica in plan.replicas if replica.base_of}
     for replica in plan.replicas:
+        if replica.role == "gen" and replica.base_of:
+            names = replica.model, plan.replica(replica.base_of).model
+            own, theirs = (request.model(name).gen.cuda_graphs for name in names)
+            if own != theirs:
+                both = " and ".join(f"models.{name}.gen.cuda_graphs" for name in names)
+                yield f"{both} differ, but their models are in one engine. Set both to the same value."
         base = request.model(replica.model).base_of
         if base is None or replica.base_of or (replica.role == "gen" and replica.model in using):
             continue

@@ -79,6 +79,7 @@ SETTINGS: tuple[tuple[str, Effect], ...] = (
     ("models.*.zero_stage", Effect.SAME),
     ("models.*.save_optimizer", Effect.SAME),
     ("models.*.gen.max_running", Effect.SAME),
+    ("models.*.gen.cuda_graphs", Effect.SAME),
     ("models.*.gen.engine", Effect.SAME),
     ("models.*.gen.cache_gib", Effect.SAME),
     ("models.*.layout", Effect.SAME),

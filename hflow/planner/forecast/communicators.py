@@ -144,13 +144,11 @@ def rank_messages(
         size = layout.tensor // shape.num_kv_heads
         sets.append(([copy], range(t // size * size, (t // size + 1) * size), [p], 0))
     found: dict[frozenset[int], int] = {}
+    num_copies = layout.num_copies
     for *axes, num_peers in sets:
-        ranks = frozenset(_rank(layout, *at) for at in itertools.product(*axes))
+        ranks = frozenset(
+            (stage * num_copies + copy) * layout.tensor + t for copy, t, stage in itertools.product(*axes)
+        )
         if len(ranks) > 1:
             found[ranks] = max(found.get(ranks, 0), num_peers)
     return found
-
-
-def _rank(layout: Layout, copy: int, tensor: int, stage: int) -> int:
-    """Return the rank with a copy index, a tensor index and a stage."""
-    return (stage * layout.num_copies + copy) * layout.tensor + tensor

@@ -69,7 +69,7 @@ def estimate_traffic(plan: Plan, request: PlanRequest, workload: Workload) -> tu
     for rule in _rules_of_stream(plan, stream.name):
         holders = locations.holders(rule.fields, samples)
         cut = cuts.get(rule.consumer)
-        assignment = shards(rule, cut, groups, tokens, holders, seed=request.seed, step=0)
+        assignment = shards(rule, cut, groups, holders, seed=request.seed, step=0)
         moves = redistribute(rule, assignment, holders, plan.cluster)
         edges.append(_traffic(rule, assignment, moves, tokens, sizes.of(rule.fields), holders, part))
         locations.add_moves(moves)
@@ -142,7 +142,7 @@ def lower_bound_bytes(
         capacity: tokens of the heaviest rank, 0 or more.
     """
     total = sum(nbytes[field][sample] for field in rule.fields for sample in tokens)
-    held_bytes = _held_bytes(rule, tokens, nbytes, holders)
+    held_bytes = _held_bytes(rule, nbytes, holders)
     best: dict[int, int] = defaultdict(int)
     for by_sample in held_bytes.values():
         for sample, size in by_sample.items():
@@ -309,17 +309,13 @@ def _busiest_bytes(rule: EdgeRule, moves: Iterable[Move], nbytes: FieldBytes, pa
     return round(max((*sent_bytes.values(), *received_bytes.values()), default=0))
 
 
-def _held_bytes(
-    rule: EdgeRule, samples: Iterable[int], nbytes: FieldBytes, holders: Holders
-) -> dict[int, dict[int, int]]:
+def _held_bytes(rule: EdgeRule, nbytes: FieldBytes, holders: Holders) -> dict[int, dict[int, int]]:
     """Return dp-head -> sample -> bytes above 0 of the sample's fields that the dp-head's worker holds."""
     held_bytes: dict[int, dict[int, int]] = {dp_head: defaultdict(int) for dp_head in rule.heads}
-    sizes_and_holders = [(nbytes[field], holders[field]) for field in rule.fields]
-    for sample in samples:
-        for sizes, workers_of in sizes_and_holders:
-            for worker in workers_of.get(sample, ()):
-                if worker in held_bytes:
-                    held_bytes[worker][sample] += sizes[sample]
+    for group in holders.groups:
+        for sample, workers in zip(holders.samples.tolist(), group.workers.tolist(), strict=True):
+            for dp_head in held_bytes.keys() & workers:
+                held_bytes[dp_head][sample] += sum(nbytes[field][sample] for field in group.fields)
     return held_bytes
 
 

@@ -16,8 +16,9 @@ from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import AttentionChoice, EngineChoice, LayerChoice, Plan, Replica
 from hflow.planner.plan.traits import ENGINES, is_engine, traits
-from hflow.shapes.model_shape import ModelShape
+from hflow.shapes.model_shape import ModelShape, torch_only
 from hflow.types.kernels import (
+    AUTO_KERNELS,
     FP8_NEEDS,
     Fp8Needs,
     Fp8Recipe,
@@ -53,6 +54,8 @@ def choose_engines(
             replica = replace(replica, backend=choice.engine)
             served, kind = served_model(replica, request), engine_kind(choice.engine)
             remarks = [choice.why, kind.remark(served)]
+            if not served.config.gen.cuda_graphs:
+                remarks.append("without CUDA graphs")
             if served.config.lora is not None:
                 merging = kind.find_merging(served)
                 replica = replace(replica, merges_adapters=merging is not None)
@@ -98,7 +101,7 @@ def _objection(kind: EngineKind, replica: Replica, request: PlanRequest) -> str 
 def _objections(kind: EngineKind, replica: Replica, request: PlanRequest) -> Iterator[str]:
     if kind.name in request.engine_problems:
         yield request.engine_problems[kind.name]
-    yield from kind.check(served_model(replace(replica, backend=kind.name), request))
+    yield from kind.objections(served_model(replace(replica, backend=kind.name), request))
 
 
 def attention_choices(replicas: Iterable[Replica], request: PlanRequest) -> tuple[AttentionChoice, ...]:
@@ -132,6 +135,9 @@ def layer_choice(replica: Replica, request: PlanRequest) -> LayerChoice:
     config, installed = request.model(replica.model), request.transformer_engine
     if config.lora is not None or replica.base_of:
         return LayerChoice(replica.name, LayerKernels.TORCH, None, "adapters are beside matrices of torch")
+    is_open = config.kernels == AUTO_KERNELS and config.fp8 is None
+    if is_open and (part := torch_only(request.shapes.get(replica.model))):
+        return LayerChoice(replica.name, LayerKernels.TORCH, None, f"torch computes {part}")
     device, dtype = request.cluster.device, config.compute_dtype
     kernels, why = choose_kernels(config.kernels, device, dtype, installed, config.fp8)
     if config.fp8 is not None and "fp8" not in request.hardware.at(replica.workers[0]).calibration.matmul:
@@ -146,6 +152,8 @@ def layer_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
     for replica in map(plan.replica, of_te):
         config = request.model(replica.model)
         problem = unsupported(plan.cluster.device, config.compute_dtype)
+        if part := torch_only(request.shapes.get(replica.model)):
+            problem = f"torch computes {part}"
         if config.fp8 is not None and not problem:
             problem = _fp8_problem(Fp8Recipe(config.fp8), replica, request)
         if problem:

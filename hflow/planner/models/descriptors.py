@@ -7,12 +7,13 @@ Descriptors import neither torch nor ray, so planning needs neither. `planner.pl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
+from hflow.base.devices import is_gpu
 from hflow.planner.plan.traits import BACKENDS, ENGINES, BackendTraits, is_engine
 
 if TYPE_CHECKING:
@@ -129,6 +130,8 @@ class TrialRun:
     """Whether it can run on CPUs too."""
     min_memory_gib: float = 0.0
     """GPU memory that it needs."""
+    precision: str | None = None
+    """What a GPU must compute in, beside fp32 and bf16."""
     fills_memory: bool = False
     """Whether the engine's KV cache takes the GPU's memory, which must be free while it sleeps."""
     replays_experts: bool = False
@@ -258,6 +261,16 @@ class EngineKind(Descriptor):
     """A `factory` that takes a dictionary first, in which the engine records the tokens that it samples."""
     replaying_factory: Callable[..., Any] | None = None
     """A `factory` that takes such a dictionary first, from which the engine takes its tokens."""
+
+    def objections(self, served: ServedModel) -> Iterator[str]:
+        """Yield the reasons why it cannot serve a model as configured, each with a fix."""
+        yield from self.check(served)
+        captures = self.traits.captures(served.family, served.config.lora is not None)
+        if not served.config.gen.cuda_graphs and not (is_gpu(served.cluster.device) and captures):
+            yield (
+                f"models.{served.replica.model}.gen.cuda_graphs is false, but decode steps of "
+                f"{served.replica.name} ({self.name}, {served.cluster.device}) are no CUDA graphs. Remove it."
+            )
 
 
 @cache

@@ -104,7 +104,7 @@ class HostTimes:
     layer_us: NonNegative = 0.0
     """Time to launch the kernels of one layer in one pass, forward or backward. The host of a GPU does this
     ahead of it, so that it is a minimum and is not added; on a CPU it is added. It does not count in decode
-    steps that are CUDA graphs (`BackendTraits.captured_families`), and is 0 where all are."""
+    steps that are CUDA graphs (`BackendTraits.captured_families`)."""
     gap_us: NonNegative = 0.0
     """Per layer of a decode step, added: gaps between kernels that a CUDA graph leaves. Where the host
     launches the kernels, these are part of that time."""
@@ -202,10 +202,11 @@ class Calibration:
     """Between machines, where weights are sent from trainers to engines. None: as `inter`."""
     exchange: LinkRate | None = None
     """Between machines, where kernels such as DeepEP's send tokens to experts and all ports are in use. Not
-    where NCCL does, as for hflow's trainers. None: as `inter`."""
+    where NCCL does, as for hflow's trainers and engines. None: as `inter`."""
     expert_wait: Annotated[StrictFloat, Field(ge=1)] = 1.0
-    """Where ranks divide experts, seconds of an engine's steps and of a trainer's kernels but attention
-    over those of evenly divided tokens: tokens choose experts, and all ranks wait for the one with most."""
+    """Where ranks divide experts, seconds of an engine's steps, of a trainer's kernels but attention and of
+    its exchange of tokens over those of evenly divided tokens: tokens choose experts, and all ranks wait for
+    the one with most."""
     trainer: TrainerTimes = Field(default_factory=TrainerTimes)
     """What a trainer of reinforcement learning takes besides. Nothing where steps of hflow were measured."""
     overlap_cost: Annotated[StrictFloat, Field(ge=0, le=1)] = 0.0

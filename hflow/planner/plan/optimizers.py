@@ -25,8 +25,9 @@ OPTIMIZERS = Registry(
 
 OPTIONS = ("betas", "eps", "momentum", "nesterov")
 """The settings of `OptimConfig` that only some optimizers have (`OptimizerTraits.options`)."""
-CHUNK = 8 << 20
-"""Most entries of a weight that are updated at once, where that needs memory for each of them."""
+CHUNK, CPU_CHUNK = 8 << 20, 1 << 17
+"""Most entries of a weight that are updated at once, where that needs memory for each of them: on a GPU many,
+so that it waits for no launch, and on a CPU what its caches hold."""
 _NOT_OF_LAYERS = ("*embed*", "*lm_head.weight", "score.weight", "value_head.*")
 
 

@@ -57,6 +57,9 @@ class BackendTraits:
     sends_expert_copies: bool = False
     """Whether a token is sent once for each of its experts, and the copies are gathered by the tensor ranks
     that divide an expert. Otherwise it is sent once to each rank that has some of its experts."""
+    has_exchange_kernels: bool = False
+    """Whether kernels that are made for it, such as DeepEP's, send tokens to experts. Otherwise NCCL does, a
+    copy for each expert of a token."""
     vocab_multiple: int | None = None
     """The vocabulary is padded to a multiple of this times the tensor size. None: the tensor size must divide
     the vocabulary."""
@@ -69,8 +72,10 @@ class BackendTraits:
     """Whether it trains low-rank adapters (`models.NAME.lora`)."""
     shares_base: bool = False
     """Whether an engine serves several models with adapters on one base (`models.NAME.base_of`)."""
-    has_all_adapters: bool = False
-    """Whether these may be of embedding and output matrix, and beside matrices in 4 bits."""
+    rounds_base: bool = False
+    """Whether the matrices beside adapters may be in 4 bits (`models.NAME.lora.base`)."""
+    adapts_latents: bool = False
+    """Whether these may be beside the matrices of latent attention."""
     chooses_kernels: bool = False
     """Whether different kernels can compute its layers (`models.NAME.kernels`)."""
     compiles_layers: bool = False
@@ -85,8 +90,9 @@ class BackendTraits:
     adapter_ranks: tuple[int, ...] = ()
     """The ranks that an engine's buffers of adapters can have. Smaller adapters are padded with zeros. Empty:
     any rank."""
-    captured_families: tuple[str, ...] = ()
-    """The `model_type`s of which an engine's decode steps are CUDA graphs on a GPU, without adapters."""
+    captured_families: tuple[str, ...] | None = ()
+    """The `model_type`s of which an engine's decode steps are CUDA graphs on a GPU, without adapters. None:
+    all, also with adapters."""
     schedules_ahead_on: tuple[str, ...] = ()
     """Types of devices on which an engine prepares a decode step while the device computes the one before
     (asynchronous scheduling)."""
@@ -101,6 +107,11 @@ class BackendTraits:
     def shards_weights(self) -> bool:
         """Whether the data axis shards weights, so that there may be a replicate axis (HSDP)."""
         return self.sharded_over_data == "everything"
+
+    def captures(self, family: str | None, has_adapters: bool) -> bool:
+        """Return whether an engine's decode steps of a model are CUDA graphs on a GPU."""
+        families = self.captured_families
+        return families is None or (family in families and not has_adapters)
 
     def padded_rank(self, r: int) -> int:
         """Return the rank of an engine's buffers of adapters of rank `r`."""
@@ -118,7 +129,8 @@ Trait = Literal[
     "has_context_axis",
     "has_expert_axis",
     "has_adapters",
-    "has_all_adapters",
+    "rounds_base",
+    "adapts_latents",
     "chooses_kernels",
     "compiles_layers",
     "has_own_process",

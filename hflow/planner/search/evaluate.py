@@ -28,9 +28,10 @@ from hflow.planner.plan.traits import traits
 from hflow.planner.search.group_memory import CommonDevices, Fit, GroupMemory, Phases
 from hflow.planner.search.layouts import comparable_devices
 from hflow.planner.search.memo import memo
-from hflow.planner.search.options import OptionTable, ReplicaOption
+from hflow.planner.search.options import OptionTable
 from hflow.planner.search.partition import Blocks, Partition, connected_blocks, publish
 from hflow.planner.search.problem import SearchProblem
+from hflow.planner.search.replica_option import ReplicaOption
 from hflow.planner.search.route_bytes import with_bytes
 from hflow.planner.weights.weight_routes import weight_route
 
@@ -104,8 +105,8 @@ class Evaluator:
 
     def __init__(self, problem: SearchProblem) -> None:
         self.problem = problem
-        self.table = OptionTable(problem)
-        self.memory = GroupMemory(problem, self.table)
+        self.memory = GroupMemory(problem)
+        self.table = OptionTable(problem, self.memory)
         self._groups: dict[
             tuple[Blocks, tuple[Devices, ...], tuple[int, ...]],
             tuple[float, tuple[GroupChoice, ...] | None],
@@ -182,6 +183,8 @@ class Evaluator:
             fastest[name] = table[0].total
         if any(sum(fastest[name] for name in block) >= cutoff for block in blocks):
             return None
+        if self.partition(blocks).bound(self._least_seconds(blocks, devices)) >= cutoff:
+            return None
         found: dict[int, GroupChoice] = {}
         for part in connected_blocks(blocks):
             connected, own = tuple(blocks[i] for i in part), tuple(devices[i] for i in part)
@@ -195,6 +198,16 @@ class Evaluator:
                 return None
             found |= zip(part, groups, strict=True)
         return [group for _, group in sorted(found.items())]
+
+    def _least_seconds(self, blocks: Blocks, devices: Sequence[Devices]) -> dict[str, float]:
+        """Return lower bounds of the seconds of nodes and of the source, whatever fits into memory."""
+        seconds = dict(self.table.constant_seconds)
+        for name in _names(blocks):
+            seconds |= self.table.least_seconds(name, self.costed(name, blocks, devices))
+        stream = self.problem.events.stream
+        source = sum(seconds.pop(f"{name} source", 0.0) for name in stream.replicas)
+        seconds[stream.source] = source + self.table.beside_engines(source)
+        return seconds
 
     def groups(self, blocks: Blocks, options: Mapping[str, ReplicaOption]) -> tuple[GroupChoice, ...] | None:
         """Return options as the choice of each block, or None if they do not fit.
@@ -277,7 +290,7 @@ class Evaluator:
         option_of = {option.name: option for group in groups for option in group.options}
         for group in groups:  # an engine in several generates as fast as on the devices with the least room
             seconds |= {name: max(value, seconds.get(name, 0.0)) for name, value in group.seconds.items()}
-        stream = self.table.events.stream
+        stream = self.problem.events.stream
         source = sum(seconds.pop(f"{name} source", 0.0) for name in stream.replicas)
         in_place = set()
         for gen, new in self._routed(partition.blocks, devices, tuple(option_of.values())):
@@ -326,7 +339,7 @@ class Evaluator:
         Where this is free, it is what engines hold with a group that waits for each of them, so that the next
         one goes to the engine with the least work. Staleness may allow fewer.
         """
-        allowed, stream = self.table.in_flight, self.table.events.stream
+        allowed, stream = self.problem.in_flight, self.problem.events.stream
         engines = [option for option in choice.options if option.name in stream.replicas]
         largest = choice.largest_batches
         is_free = bool(engines) and self.problem.is_free("schedule.max_concurrent")
@@ -378,7 +391,7 @@ class Evaluator:
         request = replace(problem.request, models={**problem.request.models, engine.model: config})
         route = weight_route(trainer, engine, request, with_bytes)
         plan = replace(problem.base, cluster=problem.cluster, replicas=(trainer, engine), weights=(route,))
-        stream = self.table.events.stream.name
+        stream = self.problem.events.stream.name
         costs = Costs(plan, request, problem.workloads[stream], ())
         loading, publishing = costs.weights(route), costs.publish_weights(route)
         seconds = {
@@ -508,7 +521,7 @@ class Evaluator:
         options of the others. What an engine takes depends on the room that is left for its cache, so a
         combination that fits waits until no other one can be faster.
         """
-        tables = self._useful(blocks, self._with_room(blocks, tables))
+        tables = self._useful(blocks, tables)
         axes = self._axes(tables)
         if not all(axes):
             return None
@@ -572,47 +585,35 @@ class Evaluator:
     def _useful(
         self, blocks: Blocks, tables: Mapping[str, Sequence[ReplicaOption]]
     ) -> dict[str, tuple[ReplicaOption, ...]]:
-        """Leave out options that are neither faster nor smaller than an earlier one."""
-        kept = {}
-        for name, table in tables.items():
-            useful: list[tuple[ReplicaOption, tuple[int, ...]]] = []
-            for option in table:
-                sizes = tuple(chain(*self._sizes(blocks, option).values()))
-                if not any(all(map(le, other, sizes)) for _, other in useful):
-                    useful.append((option, sizes))
-            kept[name] = tuple(option for option, _ in useful)
-        return kept
+        """Leave out options that do not fit beside the smallest of others, and those without any advantage.
 
-    def _with_room(
-        self, blocks: Blocks, tables: Mapping[str, Sequence[ReplicaOption]]
-    ) -> dict[str, tuple[ReplicaOption, ...]]:
-        """Leave out options that do not even fit beside the smallest ones of the other replicas.
-
-        Where memory is tight these are nearly all, and they are the fastest.
+        An earlier option is faster and nowhere larger than the latter. Where memory is tight, the former are
+        nearly all, and they are the fastest.
         """
-        limit = self._room(tables)
+        limit, kept = self._room(tables), {}
         sizes = {name: [self._sizes(blocks, option) for option in table] for name, table in tables.items()}
         smallest = {
-            (name, i): [min(column) for column in zip(*(row[i] for row in sizes[name]), strict=True)]
-            for i, block in enumerate(blocks)
-            for name in block
+            name: {i: _minima(row[i] for row in rows) for i in rows[0]}
+            for name, rows in sizes.items()
+            if rows
         }
-        room = [
-            [limit - sum(column) for column in zip(*(smallest[name, i] for name in block), strict=True)]
+        needed = {
+            i: _sums(smallest[name][i] for name in block if name in smallest)
             for i, block in enumerate(blocks)
-        ]
-        return {
-            name: tuple(
-                option
-                for option, row in zip(table, sizes[name], strict=True)
-                if all(
-                    size - low <= left
-                    for i, values in row.items()
-                    for size, low, left in zip(values, smallest[name, i], room[i], strict=True)
-                )
+        }
+        for name, table in tables.items():
+            useful: list[tuple[ReplicaOption, tuple[int, ...]]] = []
+            most = tuple(
+                limit - total + own
+                for i, lows in smallest.get(name, {}).items()
+                for total, own in zip(needed[i], lows, strict=True)
             )
-            for name, table in tables.items()
-        }
+            for option, by_block in zip(table, sizes[name], strict=True):
+                flat = tuple(chain(*by_block.values()))
+                if all(map(le, flat, most)) and not any(all(map(le, other, flat)) for _, other in useful):
+                    useful.append((option, flat))
+            kept[name] = tuple(option for option, _ in useful)
+        return kept
 
     def _room(self, tables: Mapping[str, Sequence[ReplicaOption]]) -> int:
         """Return the most bytes that replicas with any of some options may have on a device."""

@@ -24,15 +24,15 @@ from hflow.planner.forecast.memory.phases import (
     size_caches,
     transient_bytes,
 )
-from hflow.planner.forecast.memory.rank import Rank
+from hflow.planner.forecast.memory.rank import Rank, stage_sizes
 from hflow.planner.plan.channels import CHANNELS, GATHER, broadcast_channel, channel_traits, near_channel
 from hflow.planner.plan.hardware import GIB
 from hflow.planner.plan.rows import Plan, WeightRoute
 from hflow.planner.plan.schedule import share_of_unchanged_wakes
 from hflow.planner.plan.traits import traits
 from hflow.planner.search.memo import memo
-from hflow.planner.search.options import OptionTable, ReplicaOption
 from hflow.planner.search.problem import SearchProblem
+from hflow.planner.search.replica_option import ReplicaOption
 from hflow.planner.weights.weight_routes import near_transport, way_of
 from hflow.shapes.layout import Layout
 from hflow.shapes.model_shape import DTYPE_BYTES, num_parameters
@@ -101,15 +101,15 @@ class _PhaseBytes:
 class GroupMemory:
     """The memory of groups of replicas for any of their options."""
 
-    def __init__(self, problem: SearchProblem, table: OptionTable) -> None:
+    def __init__(self, problem: SearchProblem) -> None:
         self._problem = problem
-        self._table = table
         self._plan = problem.base
         self._contexts: dict[tuple[str, _Common, bool], MemoryContext] = {}
         self._kept = sum(node.spec.memory for node in self._plan.graph.nodes)
         self._held_by_layout: dict[Hashable, dict[tuple[str, bool], int]] = {}
         self._on_host_by_layout: dict[Hashable, tuple[int, int]] = {}
         self._returned_by_layout: dict[Hashable, int] = {}
+        self._collectives_by_layout: dict[Hashable, int] = {}
         self._peaks: dict[Hashable, int] = {}
         self._nodes_of: dict[str, list[str]] = {}
         for placement in self._plan.placements:
@@ -130,6 +130,13 @@ class GroupMemory:
         at once may not fit beside other replicas, so a different `max_running` counts as a different size.
         """
         return self._bytes_in(phases, option, _Common(common.get(option.replica.model, "all"))).smallest
+
+    def needs(self, option: ReplicaOption) -> tuple[int, int]:
+        """Return the memory of a replica, in per cent, while others run and at the peak of its own nodes."""
+        profile, device = self._profile(option, _Common("all")), option.replica.workers[0]
+        needs = profile.held[NODE, True], max(profile.running.values(), default=0)
+        held, peak = (100 * num_bytes // self._problem.cluster.memory_of(device) for num_bytes in needs)
+        return held, peak
 
     def fit(
         self, phases: Phases, options: Sequence[ReplicaOption], common: Mapping[str, CommonDevices]
@@ -201,13 +208,15 @@ class GroupMemory:
         most = [max(map(self._smallest_collectives, several), default=0) for several in options]
         return sum(most) - max(most, default=0)
 
-    @memo
     def _smallest_collectives(self, option: ReplicaOption) -> int:
         """Return the bytes of the communicators of a training replica on the rank with the fewest; else 0."""
         if option.replica.role == "gen" or option.replica.model not in self._problem.request.shapes:
             return 0
-        context = MemoryContext(self._plan, self._problem.request)
-        return min(context.bytes_of_collectives(rank) for rank in self._ranks(option))
+        key = option.name, option.layout, self._problem.cluster.part_index(option.replica.workers[0])
+        if key not in self._collectives_by_layout:
+            context = MemoryContext(self._plan, self._problem.request)
+            self._collectives_by_layout[key] = min(map(context.bytes_of_collectives, self._ranks(option)))
+        return self._collectives_by_layout[key]
 
     @memo
     def _bytes_in(self, phases: Phases, option: ReplicaOption, common: _Common) -> _PhaseBytes:
@@ -291,9 +300,10 @@ class GroupMemory:
 
     def _peak(self, context: MemoryContext, rank: Rank, node: str, common: _Common) -> int:
         """Return the bytes of a node's peak, which does not depend on what is offloaded."""
-        config = rank.config
-        settings = config.tokens_per_microbatch, config.activation_checkpointing, config.zero_stage
-        key = node, rank.replica, *settings, rank.stage, common
+        config, verb = rank.config, context.verb(node)
+        tokens = config.tokens_per_microbatch if verb in ("infer", "train") else None
+        backward = (config.activation_checkpointing, config.zero_stage) if verb == "train" else None
+        key = node, rank.replica, tokens, backward, rank.stage, common
         if key not in self._peaks:
             self._peaks[key] = transient_bytes(context, rank, node)
         return self._peaks[key]
@@ -302,7 +312,7 @@ class GroupMemory:
         """Return the plan and the request on which the memory of an option's ranks depends."""
         key = option.name, common, option.layout.world == 1
         if key not in self._contexts:
-            settings = replace(self._problem.request.schedule, max_concurrent=self._table.in_flight)
+            settings = replace(self._problem.request.schedule, max_concurrent=self._problem.in_flight)
             schedule = replace(self._plan.schedule, settings=settings)
             plan = replace(self._plan, weights=self._routes(option, common), schedule=schedule)
             self._contexts[key] = MemoryContext(plan, self._problem.request)
@@ -315,13 +325,17 @@ class GroupMemory:
         """
         shape = self._problem.request.shapes[option.replica.model]
         on_cpu = self._problem.cluster.device == "cpu"
-        stages = range(option.layout.pipe if shape.experts else min(option.layout.pipe, 1))
-        ranks = [
-            Rank(option.replica, shape, option.config, stage, stage == 0, on_cpu)
-            for stage in sorted({*stages, option.layout.pipe - 1})
+        stages = {0, option.layout.pipe - 1, self._largest_stage(option.name, option.layout)}
+        return [
+            Rank(option.replica, shape, option.config, stage, stage == 0, on_cpu) for stage in sorted(stages)
         ]
-        largest = max(ranks, key=lambda rank: rank.sizes.total).stage if shape.experts else 0
-        return [rank for rank in ranks if rank.stage in (0, largest, option.layout.pipe - 1)]
+
+    @memo
+    def _largest_stage(self, name: str, layout: Layout) -> int:
+        """Return the stage with most weights; 0 where all layers are equal."""
+        shape, own = self._problem.request.shapes[self._plan.replica(name).model], self._problem.traits(name)
+        stages = range(layout.pipe if shape.experts else 1)
+        return max(stages, key=lambda stage: stage_sizes(shape, own, layout, stage).total)
 
     def _held(
         self, context: MemoryContext, rank: Rank, option: ReplicaOption, common: _Common

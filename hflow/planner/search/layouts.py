@@ -16,7 +16,7 @@ from hflow.planner.plan.cluster import ClusterSpec
 from hflow.planner.search.problem import SearchProblem
 from hflow.planner.weights.sharding import can_split
 from hflow.shapes.layout import Layout
-from hflow.shapes.model_shape import kinds_of_layers, other_tensors
+from hflow.shapes.model_shape import ModelShape, kinds_of_layers, other_tensors
 
 EVERY_SIZE = 16
 """Up to this many devices, groups of every size are tried."""
@@ -279,6 +279,20 @@ def _layouts(problem: SearchProblem, name: str, devices: Devices, is_large: bool
                 yield from (Layout(data, replicate=num) for num in sets)
 
 
+Cut = tuple[int, int, int, int, str]
+"""Tensor, pipeline and context ranks, replicate axis, and whether experts are divided: over as many ranks as
+can be, or over fewer."""
+
+
+def cut_of(layout: Layout, shape: ModelShape | None) -> Cut:
+    """Return the way in which a layout divides a model, whatever the number of devices."""
+    experts = "no"
+    if layout.expert > 1 and shape is not None and shape.experts is not None:
+        is_most = layout.expert == math.gcd(layout.num_copies, shape.experts.num)
+        experts = "most" if is_most else "fewer"
+    return layout.tensor, layout.pipe, layout.context, layout.replicate, experts
+
+
 def _sets_of_machines(cluster: ClusterSpec, devices: Devices) -> Iterator[int]:
     """Yield numbers of equal sets into which devices can be divided so that none shares a machine."""
     machines = list(cluster.machines(devices).values())
@@ -328,5 +342,5 @@ def _num_reasons(problem: SearchProblem, name: str, layout: Layout, devices: Dev
     if replica.role == "gen":
         one = replace(layout, data=1, expert=1)
         copy = replace(replica, layout=one, workers=devices[: one.world])
-        num += len(list(engine_kind(replica.backend).check(served_model(copy, request))))
+        num += len(list(engine_kind(replica.backend).objections(served_model(copy, request))))
     return num

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
+from operator import le
 from typing import Literal
 
 from hflow.config.schema import ModelConfig, Offload
@@ -15,7 +16,6 @@ from hflow.planner.forecast.cost.nodes import Costs
 from hflow.planner.forecast.memory.offload import on_device
 from hflow.planner.forecast.memory.parts import engine_weights
 from hflow.planner.forecast.memory.rank import Rank
-from hflow.planner.forecast.period.step_graph import SteadyEvents
 from hflow.planner.make.replicas import Devices
 from hflow.planner.models.descriptors import engine_kind, training_backend
 from hflow.planner.plan.forecast import EdgeTraffic, Pace
@@ -24,14 +24,21 @@ from hflow.planner.plan.routing import on_workers
 from hflow.planner.plan.rows import EngineChoice, Plan, Replica, ScheduledNode
 from hflow.planner.plan.traits import traits
 from hflow.planner.plan.workload import sample_lengths
-from hflow.planner.search.layouts import layouts_for
+from hflow.planner.search.group_memory import GroupMemory
+from hflow.planner.search.layouts import Cut, comparable_devices, cut_of, layouts_for
 from hflow.planner.search.memo import memo
 from hflow.planner.search.problem import SearchProblem
-from hflow.shapes.layout import Layout
+from hflow.planner.search.replica_option import ReplicaOption
 from hflow.shapes.model_shape import ModelShape
 
 MANY_DEVICES = 32
 """Beyond this many devices there are fewer choices of stages and micro-batches."""
+LEAST_COMPARED = 128
+"""With so many free devices, and more, only layouts are tried everywhere that are of use on some numbers."""
+COMPARED = (1, 0.75)
+"""These numbers are parts of the free devices, fourths of these and so on, as twos and threes divide them."""
+MIN_ADVANTAGE = 0.03
+"""Relative difference of seconds from which on a layout makes another one useless that is not smaller."""
 TOKENS = tuple(1 << i for i in range(16, 5, -1))
 """Tokens of a micro-batch to choose from where they hold the longest sequence, besides exactly this."""
 MAX_RUNNING = (1024, 512, 256, 128, 64, 32)
@@ -49,41 +56,13 @@ MIN_DIFFERENCE = 1e-3
 """Relative difference of seconds below which more memory is not worth it."""
 
 
-@dataclass(frozen=True, eq=False)
-class ReplicaOption:
-    """One way in which a replica can use its devices."""
-
-    replica: Replica
-    """On the first devices of the cluster, or on those that the user named."""
-    config: ModelConfig
-    seconds: Mapping[str, float]
-    """Node or source -> seconds of one execution."""
-    total: float
-    """Seconds of all executions in a step."""
-
-    @property
-    def name(self) -> str:
-        """The replica's name."""
-        return self.replica.name
-
-    @property
-    def layout(self) -> Layout:
-        """The replica's layout."""
-        return self.replica.layout
-
-    @property
-    def cuts(self) -> int:
-        """Parts into which the layout divides the model."""
-        return self.layout.world // self.layout.data
-
-
 class OptionTable:
     """The options of each replica, computed when they are first asked for."""
 
-    def __init__(self, problem: SearchProblem) -> None:
+    def __init__(self, problem: SearchProblem, memory: GroupMemory) -> None:
         self._problem = problem
+        self._memory = memory
         self._base = replace(problem.base, cluster=problem.cluster, hardware=problem.request.hardware)
-        self.events = SteadyEvents(problem.base.schedule)
 
     def options(
         self, name: str, devices: Devices, *, with_too_large: bool = False, with_offload: bool = False
@@ -106,20 +85,29 @@ class OptionTable:
             plain = self._sorted_options(name, devices, with_too_large, False)
             made = [other for option in plain for other in self._offloaded(option)]
         else:
+            useless = frozenset[Cut]() if with_too_large else self._useless_cuts(name, len(devices))
             made = [
                 option
-                for replica in self._replicas(name, devices)
+                for replica in self._replicas(name, devices, useless)
                 if with_too_large or self._has_room(replica)
                 for option in self._options_of(replica)
             ]
         return tuple(sorted(made, key=_order))
 
     @memo
+    def least_seconds(self, name: str, devices: Devices) -> Mapping[str, float]:
+        """Return the least seconds of each node and source of a replica, of all options on some devices."""
+        options = self.options(name, devices)
+        return {key: min(option.seconds[key] for option in options) for key in options[0].seconds}
+
+    @memo
     def _options_of(self, replica: Replica) -> tuple[ReplicaOption, ...]:
         """Return the options of a replica with this layout."""
-        configs_of = self._configs(replica)
-        options = (option for configs in configs_of for option in self._faster(replica, configs))
-        return tuple(other for option in options for other in self._stages(option))
+        made: list[ReplicaOption] = []
+        for configs in self._configs(replica):
+            same_batches = {option.config.tokens_per_microbatch: option for option in made}
+            made += self._faster(replica, configs, same_batches)
+        return tuple(other for option in made for other in self._stages(option))
 
     @memo
     def limited(self, option: ReplicaOption, largest_batch: int | None) -> ReplicaOption:
@@ -144,11 +132,11 @@ class OptionTable:
         configs = {o.replica.model: o.config for o, _ in chosen if o.replica.role == "gen"}
         request = replace(
             request,
-            schedule=replace(request.schedule, max_concurrent=self.in_flight),
+            schedule=replace(request.schedule, max_concurrent=self._problem.in_flight),
             models={**request.models, **configs},
         )
         plan = replace(base, replicas=tuple(option.replica for option, _ in chosen), engines=engines)
-        workload = self._problem.workloads[self.events.stream.name]
+        workload = self._problem.workloads[self._problem.events.stream.name]
         return Costs(plan, request, workload, ()).pace()
 
     def beside_engines(self, seconds: float) -> float:
@@ -165,19 +153,64 @@ class OptionTable:
         """Costs of what does not depend on devices."""
         return self._make_costs(self._base)
 
-    def _replicas(self, name: str, devices: Devices) -> Iterator[Replica]:
+    def _replicas(self, name: str, devices: Devices, useless: Container[Cut]) -> Iterator[Replica]:
         base = self._problem.replica(name)
+        shape = self._problem.request.shapes.get(base.model)
         for layout in layouts_for(self._problem, name, devices, is_large=self._is_large):
-            yield on_workers(replace(base, layout=layout), devices[: layout.world])
+            if not useless or cut_of(layout, shape) not in useless:
+                yield on_workers(replace(base, layout=layout), devices[: layout.world])
 
-    def _faster(self, replica: Replica, configs: Iterable[ModelConfig]) -> Iterator[ReplicaOption]:
+    @memo
+    def _useless_cuts(self, name: str, num: int) -> frozenset[Cut]:
+        """Return cuts that are of no use on a number of devices, as they are of none on more and on fewer.
+
+        All cuts are compared on all free devices, and on some parts of them.
+        """
+        free, is_gen = len(self._problem.free_devices), self._problem.replica(name).role == "gen"
+        if free < LEAST_COMPARED or is_gen or name in self._problem.layouts or self._problem.cluster.parts:
+            return frozenset()
+        compared = {int(free * share) // 4**i for i in range(free.bit_length()) for share in COMPARED} - {0}
+        if num in compared or not min(compared) < num < free:
+            return frozenset()
+        near = min(n for n in compared if n > num), max(n for n in compared if n < num)
+        (tried, useful), (others, useful_too) = (self._compare_cuts(name, size) for size in near)
+        return (tried | others) - (useful | useful_too)
+
+    @memo
+    def _compare_cuts(self, name: str, num: int) -> tuple[frozenset[Cut], frozenset[Cut]]:
+        """Return the cuts of a replica on some of the free devices, and those that are of use there.
+
+        One is of use if it has an option beside which no other is clearly faster and as small.
+        """
+        shape = self._problem.request.shapes.get(self._problem.replica(name).model)
+        tried, useful = set[Cut](), set[Cut]()
+        front: list[tuple[float, tuple[int, int]]] = []
+        devices = comparable_devices(self._problem.free_devices[:num], self._problem.cluster)
+        for option in self.options(name, devices):
+            cut, needs = cut_of(option.layout, shape), self._memory.needs(option)
+            tried.add(cut)
+            smaller = [total for total, other in front if all(map(le, other, needs))]
+            if not smaller:
+                front.append((option.total, needs))
+            if min(smaller, default=math.inf) > option.total * (1 - MIN_ADVANTAGE):
+                useful.add(cut)
+        return frozenset(tried), frozenset(useful)
+
+    def _faster(
+        self, replica: Replica, configs: Iterable[ModelConfig], same_batches: Mapping[int, ReplicaOption]
+    ) -> Iterator[ReplicaOption]:
         """Yield options with ever larger micro-batches for as long as these make them faster.
 
         Larger ones need more memory for nothing.
+
+        Args:
+            replica: the replica.
+            configs: by ascending micro-batches.
+            same_batches: size of micro-batches -> an option with it.
         """
         shortest = math.inf
         for config in configs:
-            option = self.option(replica, config)
+            option = self.option(replica, config, like=same_batches.get(config.tokens_per_microbatch))
             if option.total >= shortest * (1 - MIN_DIFFERENCE):
                 return
             shortest = option.total
@@ -212,7 +245,7 @@ class OptionTable:
             return
         shortest = option.total
         for stage in LOWER_STAGES:
-            lower = self.option(replica, replace(config, zero_stage=stage))
+            lower = self.option(replica, replace(config, zero_stage=stage), like=option)
             if lower.total < shortest * (1 - MIN_STAGE_GAIN):
                 shortest = lower.total
                 yield lower
@@ -246,7 +279,7 @@ class OptionTable:
         """Return a node's executions in a step; 0 if it runs after the last step only."""
         if node.after + node.every >= self._base.schedule.num_steps and node.every > 1:
             return 0.0
-        return self.events.num_executions(node) / node.every
+        return self._problem.events.num_executions(node) / node.every
 
     def _offloads(self, replica: Replica) -> tuple[Offload, ...]:
         """Return the values of `offload` to try for a model."""
@@ -292,7 +325,7 @@ class OptionTable:
 
     def _tokens(self, replica: Replica) -> list[int]:
         """Return sizes of micro-batches from the longest sequence to a rank's part of the largest batch."""
-        group = self.events.stream.group_size
+        group = self._problem.events.stream.group_size
         share = -(-self._problem.request.batch * group // replica.layout.data) * self._problem.longest
         configured = self._problem.request.model(replica.model).tokens_per_microbatch
         numbers = {number for number in TOKENS if number >= self._problem.longest} | {self._problem.longest}
@@ -309,8 +342,8 @@ class OptionTable:
     def _running(self, replica: Replica, config: ModelConfig, key: str) -> list[int]:
         if not self._problem.is_free(key):
             return [config.gen.max_running]
-        group = self.events.stream.group_size
-        at_once = -(-self.in_flight // replica.layout.data // group) * group
+        group = self._problem.events.stream.group_size
+        at_once = -(-self._problem.in_flight // replica.layout.data // group) * group
         memory = engine_kind(replica.backend).memory
         shape = self._problem.request.shapes.get(replica.model)
         grows = shape is not None and memory.max_sequences(self._rank(replica, shape, config), 1, 1.0) is None
@@ -321,36 +354,45 @@ class OptionTable:
     def _rank(self, replica: Replica, shape: ModelShape, config: ModelConfig, stage: int = 0) -> Rank:
         return Rank(replica, shape, config, stage, stage == 0, self._problem.cluster.device == "cpu")
 
-    @cached_property
-    def in_flight(self) -> int:
-        """Samples that may be in flight at once: with a free `max_concurrent`, all that staleness allows."""
-        request, schedule = self._problem.request, self._problem.request.schedule
-        if not self._problem.is_free("schedule.max_concurrent"):
-            return schedule.max_concurrent
-        useful = schedule.admission_limit(0, request.batch) * self.events.stream.group_size
-        return max(schedule.max_concurrent, useful)
-
     def option(
-        self, replica: Replica, config: ModelConfig, largest_batch: int | None = None
+        self,
+        replica: Replica,
+        config: ModelConfig,
+        largest_batch: int | None = None,
+        *,
+        like: ReplicaOption | None = None,
     ) -> ReplicaOption:
-        """Return an option with a given configuration, and the sequences that an engine's cache holds."""
+        """Return an option with a given configuration.
+
+        Args:
+            replica: the replica.
+            config: the configuration.
+            largest_batch: sequences that an engine's cache holds.
+            like: an option that differs only in what a backward pass reads: its other nodes take as long.
+        """
         limited = config
         if largest_batch is not None and largest_batch < config.gen.max_running:
             limited = self._with_running(replica.model, largest_batch)
         costs = self._costs_of(replica).with_config(replica.name, limited)
         seconds: dict[str, float] = {}
         total = 0.0
-        if replica.role == "gen" and replica.name in self.events.stream.replicas:
+        if replica.role == "gen" and replica.name in self._problem.events.stream.replicas:
             seconds[f"{replica.name} source"] = total = _seconds(costs.generation())
         for node in self._nodes_of.get(replica.name, ()):
-            seconds[node.name] = _seconds(costs.node(node))
+            is_known = like is not None and node.name not in self._trains
+            seconds[node.name] = like.seconds[node.name] if like and is_known else _seconds(costs.node(node))
             total += seconds[node.name] * self._executions(node)
         return ReplicaOption(replica, config, seconds, total)
+
+    @cached_property
+    def _trains(self) -> frozenset[str]:
+        """Nodes with a backward pass."""
+        return frozenset(node.name for node in self._problem.graph.nodes if node.spec.verb == "train")
 
     @memo
     def _costs_of(self, replica: Replica) -> Costs:
         """Return the costs of a plan with one replica and the configured model."""
-        stream = self.events.stream
+        stream = self._problem.events.stream
         stream = replace(stream, replicas=tuple(n for n in stream.replicas if n == replica.name))
         schedule = replace(self._base.schedule, streams=(stream, *self._base.schedule.streams[1:]), shared=())
         used = [replica]
@@ -362,8 +404,8 @@ class OptionTable:
 
     def _make_costs(self, plan: Plan, traffic: tuple[EdgeTraffic, ...] = ()) -> Costs:
         request = self._problem.request
-        request = replace(request, schedule=replace(request.schedule, max_concurrent=self.in_flight))
-        workload = self._problem.workloads[self.events.stream.name]
+        request = replace(request, schedule=replace(request.schedule, max_concurrent=self._problem.in_flight))
+        workload = self._problem.workloads[self._problem.events.stream.name]
         return Costs(replace(plan, engines=()), request, workload, traffic)
 
     def _traffic(self, replica: Replica) -> tuple[EdgeTraffic, ...]:
@@ -397,7 +439,7 @@ class OptionTable:
     @memo
     def _units_of(self, node: str) -> tuple[list[list[int]], float]:
         """Return the tokens of each unit that a node assigns, by minibatch, and their share of the batch."""
-        request, stream = self._problem.request, self.events.stream
+        request, stream = self._problem.request, self._problem.events.stream
         cut = dict(self._base.cuts).get(node)
         num_minibatches = cut.minibatches if cut else 1
         num_groups = min(request.batch, max(num_minibatches, MAX_SAMPLES // stream.group_size))
@@ -413,7 +455,7 @@ class OptionTable:
         """Replica -> the nodes of the trained stream that run on it; those without a model are under ""."""
         nodes: dict[str, list[ScheduledNode]] = {}
         for node in self._base.schedule.nodes:
-            if node.stream == self.events.stream.name:
+            if node.stream == self._problem.events.stream.name:
                 replica = next(iter(self._base.placement(node.name).replicas), "")
                 nodes.setdefault(replica, []).append(node)
         return nodes

@@ -15,6 +15,7 @@ from hflow.graph.ir import Graph
 from hflow.graph.queries import root_stream, written_models
 from hflow.planner.checks.layouts import check_layouts
 from hflow.planner.forecast.memory import MEMORY_MARGIN
+from hflow.planner.forecast.period.step_graph import SteadyEvents
 from hflow.planner.make.placement_setting import device_sets, placed_devices
 from hflow.planner.make.replicas import (
     GEN_SUFFIX,
@@ -120,6 +121,20 @@ class SearchProblem:
         self.workloads = dict(stream_workloads(self.base, self.request))
         self.divides_sequences = divides_sequences or self.longest >= LONG_SEQUENCE
         self._check_layouts()
+
+    @cached_property
+    def events(self) -> SteadyEvents:
+        """The events of a step, whatever the devices of replicas."""
+        return SteadyEvents(self.base.schedule)
+
+    @cached_property
+    def in_flight(self) -> int:
+        """Samples that may be in flight at once: with a free `max_concurrent`, all that staleness allows."""
+        schedule = self.request.schedule
+        if not self.is_free("schedule.max_concurrent"):
+            return schedule.max_concurrent
+        useful = schedule.admission_limit(0, self.request.batch) * self.events.stream.group_size
+        return max(schedule.max_concurrent, useful)
 
     @property
     def cluster(self) -> ClusterSpec:

@@ -14,8 +14,8 @@ from hflow.planner.plan.hardware import GIB
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import PUBLISH_PREFIX
 from hflow.planner.search.evaluate import Choice, Evaluator
-from hflow.planner.search.options import ReplicaOption
 from hflow.planner.search.problem import PLACEMENT, with_place
+from hflow.planner.search.replica_option import ReplicaOption
 
 NUM_CANDIDATES = 10
 MODEL_SETTINGS = ("tokens_per_microbatch", "activation_checkpointing", "offload", "zero_stage")
@@ -182,7 +182,7 @@ def division(choice: Choice) -> str:
 
 def waiting(evaluator: Evaluator, choice: Choice) -> str:
     """Return the parts of a choice's slowest cycle."""
-    source = evaluator.table.events.stream.source
+    source = evaluator.problem.events.stream.source
     parts = {name: choice.seconds.get(name, 0.0) for name in choice.cycle}
     large = {name: value for name, value in parts.items() if value > SMALL * choice.period}
     others = [name for name in large if name != source]

@@ -93,7 +93,7 @@ def step_seconds(evaluator: Evaluator, choice: Choice, simulate: PeriodFunction 
         pace = evaluator.pace(choice)
     if simulate is None or pace is None:
         return choice.period
-    workload = evaluator.problem.workloads[evaluator.table.events.stream.name]
+    workload = evaluator.problem.workloads[evaluator.problem.events.stream.name]
     schedule = choice.partition.plan.schedule
     settings = replace(schedule.settings, max_concurrent=evaluator.in_flight(choice))
     return simulate(replace(schedule, settings=settings), choice.seconds, pace, workload).seconds

@@ -54,7 +54,6 @@ def render_comparison(comparison: Comparison) -> RenderableType:
 
 
 def _side_lines(index: int, side: Side) -> Iterator[Text]:
-    """Yield the heading of a side, then a line for each run."""
     yield Text(f"{side_letter(index)}  {side.name}, {seeds_text(side)}", "bold")
     for run, state in zip(side.runs, side.states, strict=True):
         yield Text(f"   {run}: {state}", "dim", no_wrap=True, overflow="ignore")

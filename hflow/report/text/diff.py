@@ -19,13 +19,7 @@ _ABSENT = "-"
 
 
 def render_diff(diff: PlanDiff, before: str, after: str) -> RenderableType:
-    """Render the differences, then what they mean for a resume.
-
-    Args:
-        diff: the differences.
-        before: the name of the first plan.
-        after: the name of the second plan.
-    """
+    """Render the differences between two plans with these names, then what they mean for a resume."""
     parts: list[RenderableType] = [
         Text.assemble(("- ", "red"), f"{before}  ", (diff.before[:_NUM_SHORT], "dim")),
         Text.assemble(("+ ", "green"), f"{after}  ", (diff.after[:_NUM_SHORT], "dim")),

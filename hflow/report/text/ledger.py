@@ -26,13 +26,7 @@ WHY = ("reason", "node")
 
 
 def render_samples(rows: Sequence[dict[str, Any]], total: int, *, is_exact: bool = True) -> RenderableType:
-    """Render a table of the most useful columns.
-
-    Args:
-        rows: column -> value, one mapping per sample.
-        total: number of samples in all, including those of `rows`.
-        is_exact: whether there are no more than `total`.
-    """
+    """Render a table of the most useful columns of `rows`, of `total` samples, or more if not `is_exact`."""
     counted = f"{'' if is_exact else 'at least '}{pluralize(total, 'sample')}"
     if not rows:
         return Text(f"{'none of ' * bool(total)}{counted}", style="dim")

@@ -162,7 +162,6 @@ def _row(mean: str, maximum: str, cells: list[str]) -> str:
 
 
 def _episode_table(episodes: Mapping[str, int]) -> Iterator[tuple[str, Text]]:
-    """Yield a row of headings and a row of numbers."""
     widths = {state: max(9, len(label) + 2) for state, label in EPISODE_LABELS.items()}
     heads = "".join(f"{label:>{widths[state]}}" for state, label in EPISODE_LABELS.items())
     yield "episodes", Text(heads, style="dim")
@@ -217,11 +216,7 @@ class Display(abc.ABC):
             self._awaited = before
 
     def follow(self, activity: Callable[[], Activity]) -> None:
-        """Show what a run does within a step. A display that cannot do so does nothing.
-
-        Args:
-            activity: returns what it does now; called on any thread.
-        """
+        """Show what a run does within a step, as any thread finds it. A display that cannot does nothing."""
         return None
 
     @abc.abstractmethod
@@ -330,13 +325,7 @@ class LiveDisplay(Display):
 
 
 def open_display(title: str = "", live: bool | None = None, console: Console | None = None) -> Display:
-    """Return a live panel or plain lines.
-
-    Args:
-        title: heading of the panel, usually the run's name.
-        live: True for the panel, False for lines; None: the panel if the console is a terminal or a notebook.
-        console: where to print; standard output by default.
-    """
+    """Return a live panel or plain lines; None: the panel if the console is a terminal or a notebook."""
     console = console or SafeConsole()
     as_panel = console.is_terminal or console.is_jupyter if live is None else live
     return LiveDisplay(console, title) if as_panel else PlainDisplay(console)

@@ -54,7 +54,6 @@ class NotebookLive:
             self._output.update(self._rendered(), raw=True)
 
     def _rendered(self) -> dict[str, str]:
-        """Return the renderable by MIME type."""
         console = SafeConsole(
             file=io.StringIO(), record=True, width=REPORT_WIDTH, force_jupyter=False, color_system="truecolor"
         )

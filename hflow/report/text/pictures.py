@@ -15,11 +15,7 @@ WIDTH = 40
 
 
 class Picture:
-    """A picture, where the terminal has colours; elsewhere, such as in a file, its size.
-
-    Args:
-        url: a data URL.
-    """
+    """A picture of a data URL, where the terminal has colours; elsewhere, such as in a file, its size."""
 
     def __init__(self, url: str) -> None:
         self._url = url

@@ -21,11 +21,7 @@ KEPT = "the text of N of each batch, and of N that nodes refused in each step"
 
 
 def render_texts(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """Render the texts of one sample: a headline and the indented text of each turn.
-
-    Args:
-        rows: one for each of its trajectories, see `sample_texts.SampleRow`; none if none was kept.
-    """
+    """Render the texts of one sample, a row for each trajectory: a headline and the indented turns."""
     if not rows:
         return Text(f"its text was not kept: {KEY}=N keeps {KEPT}", style="dim")
     return Group(*(part for row in rows for part in _turns(row, with_stream=len(rows) > 1)))
@@ -37,14 +33,7 @@ def render_samples_with_text(
     num_with_text: int,
     total: int,
 ) -> RenderableType:
-    """Render samples with their texts, and how many others there are.
-
-    Args:
-        samples: the ledger's columns of each sample.
-        texts: stream and id -> the rows of a sample.
-        num_with_text: samples that the query found whose text was kept, including those of `samples`.
-        total: samples that the query found.
-    """
+    """Render samples with their texts by (stream, id), and how many the query found, with text and in all."""
     parts: list[RenderableType] = []
     for sample in samples:
         parts += [_headline(sample), render_texts(texts[sample["stream"], sample["id"]]), Text()]
@@ -93,5 +82,4 @@ def _headline(sample: Mapping[str, Any]) -> Text:
 
 
 def _indented(text: str) -> str:
-    """Return text as a code block of Markdown."""
     return "\n".join(f"    {line}" for line in text.splitlines() or [""])

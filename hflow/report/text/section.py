@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from rich import box
-from rich.console import RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.panel import Panel
 from rich.rule import Rule
 from rich.table import Column, Table
 from rich.text import Text
@@ -35,6 +36,29 @@ class Section:
     body: tuple[RenderableType, ...] = ()
     absent: str = ""
     """Why there is no content."""
+
+
+class Report:
+    """Parts that rich can print at any width, up to `WIDEST` columns; a function returns them for a width."""
+
+    def __init__(self, parts: Callable[[int], Iterable[RenderableType]]) -> None:
+        self._parts = parts
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Render the parts at the width of the console."""
+        width = min(options.max_width, WIDEST)
+        for part in self._parts(width):
+            yield from console.render(part, options.update(width=width))
+
+
+def frame(title: str, rows: Iterable[tuple[str, RenderableType]]) -> Panel:
+    """Return a frame with a labelled line for each question that a reader asks first."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim")
+    grid.add_column(overflow="fold")
+    for label, value in rows:
+        grid.add_row(label, value)
+    return Panel(grid, title=Text(title, style="bold"), box=box.ROUNDED)
 
 
 def shown(section: Section) -> Iterator[RenderableType]:

@@ -6,10 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from rich import box
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import RenderableType
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from hflow.base.text import format_count, format_seconds, format_share, pluralize
@@ -17,7 +15,7 @@ from hflow.planner.forecast.figures import step_seconds
 from hflow.planner.plan.forecast import Period, Slot
 from hflow.report.text.plan.header import staleness_line
 from hflow.report.text.plan.time import gantt
-from hflow.report.text.section import WIDEST, Section, add_row, number, shown, table, text
+from hflow.report.text.section import Report, Section, add_row, frame, number, shown, table, text
 
 if TYPE_CHECKING:
     from hflow.runtime.simulation.simulate_plan import Simulation
@@ -86,7 +84,7 @@ def _slots(simulation: Simulation, start: float, end: float) -> Iterator[Slot]:
     """Yield what runs between two moments, cut to them."""
     replicas = simulation.plan.schedule.streams[0].replicas
     batch_nodes = (span for span in simulation.run.timeline.spans if span.lane not in replicas)
-    for span in sorted((*batch_nodes, *simulation.run.generating), key=_by_start):
+    for span in sorted((*batch_nodes, *simulation.run.generating), key=lambda span: span.start):
         if span.start < end and span.end > start:
             first = max(span.start, start)
             yield Slot(_name(simulation, span), span.lane, first - start, min(span.end, end) - first)
@@ -97,24 +95,14 @@ def _name(simulation: Simulation, span: Span) -> str:
     return stream.source if span.name in stream.replicas else span.name
 
 
-def _by_start(span: Span) -> float:
-    return span.start
-
-
 DROPS = ("stale", "queue_full")
 """Reasons for drops, which concern time and not the sample."""
 
 
 def header(simulation: Simulation) -> Panel:
-    """Return a frame with one line for each question that a reader asks first."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim")
-    grid.add_column(overflow="fold")
-    for label, value in _rows(simulation):
-        grid.add_row(label, value)
+    """Return speed, staleness and losses of the simulated run."""
     plan = simulation.plan
-    title = Text(f"{plan.recipe} on {plan.cluster.name}, on a virtual clock", style="bold")
-    return Panel(grid, title=title, box=box.ROUNDED)
+    return frame(f"{plan.recipe} on {plan.cluster.name}, on a virtual clock", _rows(simulation))
 
 
 def _rows(simulation: Simulation) -> Iterator[tuple[str, Text]]:
@@ -181,25 +169,13 @@ def _lost(simulation: Simulation, *, is_drop: bool) -> str:
     return ", ".join(f"{pluralize(num, 'sample')} {reason}" for reason, num in rows) or "none"
 
 
-class SimulationReport:
-    """A simulated run that rich can print at any width."""
+def render_simulation(simulation: Simulation) -> RenderableType:
+    """Return the report of a simulated run, as wide as its console and at most `WIDEST` columns."""
 
-    def __init__(self, simulation: Simulation) -> None:
-        self._simulation = simulation
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Render the parts at the width of the console."""
-        width = min(options.max_width, WIDEST)
-        for part in self._parts(width):
-            yield from console.render(part, options.update(width=width))
-
-    def _parts(self, width: int) -> Iterator[RenderableType]:
-        yield header(self._simulation)
-        for section in (staleness_section(self._simulation, width), chart_section(self._simulation, width)):
+    def parts(width: int) -> Iterator[RenderableType]:
+        yield header(simulation)
+        for section in (staleness_section(simulation, width), chart_section(simulation, width)):
             if not section.absent:
                 yield from shown(section)
 
-
-def render_simulation(simulation: Simulation) -> RenderableType:
-    """Return the report of a simulated run, as wide as its console and at most `WIDEST` columns."""
-    return SimulationReport(simulation)
+    return Report(parts)

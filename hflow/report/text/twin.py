@@ -97,7 +97,8 @@ def render_twin(
 def _rows(result: TwinResult) -> Iterator[tuple[str | Text, ...]]:
     named = str(result.layout)
     for name in dict.fromkeys(pair.name for pair in result.metrics):
-        worst = max((p for p in result.metrics if p.name == name), key=_badness)
+        pairs = (pair for pair in result.metrics if pair.name == name)
+        worst = max(pairs, key=lambda pair: (math.isnan(pair.difference), pair.difference))
         values = f"{worst.reference:.6g}", f"{worst.twin:.6g}", f"{worst.difference:.1e}"
         yield named, name, str(worst.step), *values, _mark(worst not in result.failed_metrics)
         named = ""
@@ -105,11 +106,6 @@ def _rows(result: TwinResult) -> Iterator[tuple[str | Text, ...]]:
         mark = _mark(pair not in result.failed_weights)
         yield named, f"weights of {pair.model}, of their change", "", "", "", f"{pair.change:.1e}", mark
         named = ""
-
-
-def _badness(pair: MetricPair) -> tuple[bool, float]:
-    """Return a sort key; NaN is the worst."""
-    return math.isnan(pair.difference), pair.difference
 
 
 def _mark(is_equal: bool) -> Text:

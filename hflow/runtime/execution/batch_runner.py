@@ -102,7 +102,7 @@ class BatchRunner:
             return
         lengths = self.locations[batch.stream].lengths(batch.samples)
         values[BATCH_SAMPLES.name] = float(len(lengths))
-        values[BATCH_TOKENS.name] = float(sum(lengths.values()))
+        values[BATCH_TOKENS.name] = float(sum(lengths))
         self._run.metrics.add_values(batch.step, values)
 
     def step_reported(self, num_steps: int) -> None:
@@ -122,13 +122,13 @@ class BatchRunner:
     async def run_node(self, node: str, step: int) -> None:
         """Run a batch node on its batch and report what it measured."""
         batch = self._batches[self._roots[node], step]
-        done = await self._node_execution.run(node, step, batch.members(), self.locations[batch.stream])
+        done = await self._node_execution.run(node, step, batch.members, self.locations[batch.stream])
         if done.moved_bytes is not None:
             self._report(node, step, {MOVED_BYTES.member(node): float(done.moved_bytes)})
         for result in done.results:
             self._report(node, step, {f"{node}/{name}": value for name, value in result.metrics.items()})
         if self._roots[node] not in self._side_streams:
-            lengths = self.locations[batch.stream].lengths(batch.samples).values()
+            lengths = self.locations[batch.stream].lengths(batch.samples)
             self._run.metrics.add_values(
                 step, self._run.metrics.devices.batch_node(node, done.results, lengths)
             )

@@ -44,6 +44,8 @@ from hflow.workers.interface import (
     WorkerReport,
 )
 
+ROUND_EVENTS = 8192
+"""Events after which a round ends, so that the event loop does other work too."""
 LAST_LINES_SECONDS = 5.0
 """Longest wait for what bodies have printed, when a run ends."""
 
@@ -191,9 +193,12 @@ class Executor:
 
     async def _loop(self) -> None:
         while self._reason is None:
+            await asyncio.sleep(0)
             received = [await self._events.get()]
-            while not self._events.empty():
+            num_events = 0
+            while not self._events.empty() and num_events < ROUND_EVENTS:
                 received.append(self._events.get_nowait())
+                num_events += len(received[-1][1])
             messages = WorkerMessages()
             for worker, events in received:
                 for event in events:

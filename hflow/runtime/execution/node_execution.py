@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from hflow.data_plane.locations import DataLocations
 from hflow.data_plane.minibatches import shards
@@ -34,8 +35,9 @@ class StepBatch:
     num_refused: int | None = None
     """Samples that the evaluation has refused; None: no evaluation of the stream has refused one."""
 
-    def members(self) -> dict[int, list[int]]:
-        """Return group -> its samples."""
+    @cached_property
+    def members(self) -> Mapping[int, Sequence[int]]:
+        """Group -> its samples."""
         members: dict[int, list[int]] = {group: [] for group in self.groups}
         for sample in self.samples:
             members[sample // self.group_size].append(sample)
@@ -88,15 +90,8 @@ class NodeExecution:
         async with self._cutting:
             samples = [sample for members in groups.values() for sample in members]
             holders = locations.holders(rule.fields, samples)
-            assignment = shards(
-                rule,
-                self._cuts.get(node),
-                groups,
-                locations.lengths(samples),
-                holders,
-                seed=self._run.seed,
-                step=step,
-            )
+            cut = self._cuts.get(node)
+            assignment = shards(rule, cut, groups, holders, seed=self._run.seed, step=step)
             moves = redistribute(rule, assignment, holders, self._run.plan.cluster)
             await asyncio.sleep(0)
         tasks = node_tasks(node, step, rule.heads, self._replica_workers(node), assignment)

@@ -19,6 +19,7 @@ from tensorboardX.summary import text as text_summary
 
 from hflow.base.durable_files import write_error
 from hflow.metrics import Metric, find_metric
+from hflow.runtime.records.metric_columns import ColumnsWriter
 
 MAX_ROW_BYTES = 1 << 24
 
@@ -47,7 +48,8 @@ class MetricsLog:
             self._events = EventsWriter(str(tensorboard / "events"))
         with _explained(path):
             _drop_partial_row(path)
-            self._file = path.open("a", encoding="utf-8")
+            self._file = path.open("ab")
+            self._columns = ColumnsWriter(path)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Log the metrics of a step.
@@ -57,8 +59,10 @@ class MetricsLog:
         """
         row = {"step": step, **{name: _json_number(value) for name, value in values.items()}}
         with _explained(self._path):
-            self._file.write(json.dumps(row, allow_nan=False) + "\n")
+            line = json.dumps(row, allow_nan=False).encode() + b"\n"
+            self._file.write(line)
             self._file.flush()
+            self._columns.add(row, line)
         summary = Summary()
         histograms: dict[Metric, dict[int, float]] = defaultdict(dict)
         for name, value in values.items():

@@ -87,7 +87,7 @@ def by_sample(rows: Iterable[SampleRow]) -> dict[SampleKey, list[SampleRow]]:
 
 def drop_samples_after(directory: Path, number: int) -> None:
     """Delete the rows of more than `number` completed steps, as the run takes them again."""
-    _Files(directory).filter(lambda rows: [row for row in rows if row["step"] <= number])
+    _Files(directory).filter(lambda rows: [row for row in rows if row["step"] <= number], number + 1)
 
 
 def keep_samples(directory: Path, known_among: Callable[[Set[SampleKey]], Container[SampleKey]]) -> None:
@@ -124,10 +124,12 @@ class _Files:
             rows += _rows(self.single[number], number)
         return sorted(rows, key=lambda row: int(row["step"]))
 
-    def filter(self, kept: Callable[[Sequence[SampleRow]], list[SampleRow]]) -> None:
-        """Keep these rows of each file, and no file without rows."""
-        files = [(path, _rows(path, number)) for number, path in self.single.items()]
-        for path, rows in (*files, *((path, _rows(path)) for path in self._joined.values())):
+    def filter(self, kept: Callable[[Sequence[SampleRow]], list[SampleRow]], first: int = 0) -> None:
+        """Keep these rows of each file with steps from `first` on, and no file without rows."""
+        single = {path: number for number, path in self.single.items() if number >= first}
+        joined = [path for block, path in self._joined.items() if block >= first // STEPS_PER_FILE]
+        for path in (*single, *joined):
+            rows = _rows(path, single.get(path))
             left = kept(rows)
             if not left:
                 path.unlink()

@@ -2,6 +2,7 @@
 
 OUT/NAME/20260131-142500/     OUT/NAME/latest -> 20260131-142500
     config.yaml  plan.json  inputs.json  metrics.jsonl  trace.json  ledger.sqlite  summary.json, or error.txt
+    metrics.columns (of each 100 rows)
     bodies.log (if a body printed something, or failed)  services.json (what requests to services have cost)
     engines/REPLICA-WORKER.log (of engines in processes of their own)
     samples/step-N.jsonl (later steps-A-B.jsonl.gz)  tensorboard/
@@ -245,10 +246,15 @@ def read_metrics(path: Path) -> list[dict[str, float | None]]:
         ConfigError: for a line that is not a row; names it.
     """
     *lines, _ = path.read_bytes().split(b"\n")
-    return [_metrics_row(path, number, line) for number, line in enumerate(lines, start=1)]
+    return [metrics_row(path, line, number) for number, line in enumerate(lines, start=1)]
 
 
-def _metrics_row(path: Path, number: int, line: bytes) -> dict[str, float | None]:
+def metrics_row(path: Path, line: bytes, number: int) -> dict[str, float | None]:
+    """Return the row of metrics in a line.
+
+    Raises:
+        ConfigError: for a line that is not a row; names it.
+    """
     try:
         row = parse_json(line)
         damage = "" if _is_metrics_row(row) else "it must be an object of numbers with a step"

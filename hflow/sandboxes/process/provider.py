@@ -52,9 +52,7 @@ class _LostCallError(Exception):
 class ProcessSandboxes:
     """A server for each tool with its limits, started when the tool is first called.
 
-    Args:
-        num_processes: most calls of one tool that run at the same time. The time of a call begins when it
-            runs.
+    A tool has at most `num_processes` calls at the same time. The time of a call begins when it runs.
     """
 
     def __init__(self, num_processes: int) -> None:
@@ -63,21 +61,10 @@ class ProcessSandboxes:
         self._places = CallPlaces(num_processes)
 
     async def run(self, tool: Tool, limits: Sandbox, arguments: Mapping[str, Any]) -> Any:
-        """Call a tool and return its result. Cancelling the awaiting task kills the processes of the call.
-
-        Args:
-            tool: the function.
-            limits: the tool's limits.
-            arguments: JSON values.
+        """Call a tool, as `SandboxProvider.run`. Cancelling the awaiting task kills the call's processes.
 
         A call that was lost is repeated in a server of its own: its server ended, as another call may have
         ended it; its process was not started, or was killed from outside; or the disk is full.
-
-        Raises:
-            ToolFailed: when it raised, died or took too long.
-            TypeError: when it returned what JSON cannot hold.
-            RunError: when it cannot be sent to another process, or the kernel cannot confine it.
-            EpisodeError: when it was lost again.
         """
         request = json.dumps(arguments).encode()
         async with self._places.of(tool, limits):
@@ -142,7 +129,6 @@ class ProcessSandboxes:
         return kind, value
 
     def _connect(self, tool: Tool, limits: Sandbox) -> socket.socket:
-        """Return a connection to a new process of a tool."""
         server = self._servers.get((tool, limits))
         if server is None or server.has_ended:
             if server is not None:
@@ -176,7 +162,6 @@ class _ToolServer:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the server has ended."""
         return self._process.poll() is not None
 
     def connect(self) -> socket.socket:
@@ -191,7 +176,6 @@ class _ToolServer:
         return ours
 
     def close(self) -> None:
-        """End the server and what it runs."""
         self._control.close()
         self._process.kill()  # its guard ends the rest
         self._process.wait()

@@ -43,11 +43,7 @@ PROGRAM_PATH = str(PurePosixPath("/tmp", "hflow-call.py"))
 
 
 class RemoteSandboxes:
-    """Calls in a container or machine of their own each.
-
-    Args:
-        num_calls: most calls of one tool that run at the same time.
-    """
+    """Calls in a container or machine of their own each, at most `num_calls` of a tool at the same time."""
 
     name = ""
     """The provider's name, for messages."""
@@ -58,19 +54,7 @@ class RemoteSandboxes:
         self._places = CallPlaces(num_calls)
 
     async def run(self, tool: Tool, limits: Sandbox, arguments: Mapping[str, Any]) -> Any:
-        """Call a tool and return its result. Cancelling the awaiting task ends its container or machine.
-
-        Args:
-            tool: the function.
-            limits: the tool's limits.
-            arguments: JSON values.
-
-        Raises:
-            ToolFailed: when it raised, died or took too long.
-            TypeError: when it returned what JSON cannot hold.
-            RunError: when it cannot be sent.
-            EpisodeError: when the provider failed, or nothing is known of the call.
-        """
+        """Call a tool, as `SandboxProvider.run`. Cancelling the awaiting task ends its container."""
         program = make_program(tool, limits, arguments, self.watches_input)
         async with self._places.of(tool, limits):
             try:

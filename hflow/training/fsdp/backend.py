@@ -185,7 +185,7 @@ class TorchModel(ModelBackend):
         let_routers_balance(layers, ROUTERS[family])
         routers = [router for _, router in routers_of(layers, ROUTERS[family])]
         num_experts, per_token = routers[0].weight.shape[0], routers[0].top_k
-        biases = tuple(getattr(router, SCORE_BIAS) for router in routers) if config.bias_rate else ()
+        biases = {i: getattr(router, SCORE_BIAS) for i, router in enumerate(routers) if config.bias_rate}
         return ExpertBalance(config, len(routers), num_experts, per_token, device, self.group, biases=biases)
 
     @override

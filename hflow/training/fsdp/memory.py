@@ -14,7 +14,7 @@ from hflow.planner.forecast.memory import activations
 from hflow.planner.forecast.memory.parts import Items, MicroBatch, item, largest
 from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
 from hflow.planner.plan.forecast import MemoryCategory
-from hflow.shapes.model_shape import nf4_bytes
+from hflow.shapes.model_shape import GATES_AND_UPS, nf4_bytes
 
 TOWER = "activations of the tower"
 MIN_UNIT_BYTES = 4 << 20
@@ -165,7 +165,7 @@ class _Step:
         layer = activations.layer_without_gradient(
             self.rank, batch.tokens, pads=batch.pads, repeated=batch.repeated
         )
-        layer += activations.added_by_adapter(self.rank, batch.tokens)
+        layer += activations.added_by_adapter(self.rank, batch.tokens, "up_proj", GATES_AND_UPS)
         measured = item(MemoryCategory.BUFFERS, activations.measured_matrix(self.rank), activations.MEASURED)
         return item(MemoryCategory.ACTIVATIONS, layer) + measured + self._whole_matrix()
 

@@ -93,6 +93,10 @@ class MatrixLogits:
     low: Tensor | None = None
     """What the adapter's second matrix is multiplied by, `[N, r]`; None: there is no adapter."""
 
+    def whole(self) -> Tensor:
+        """Return all logits of this rank at once, `[N, V']`."""
+        return self.matrix.logits(self.rows, self.low)
+
     def measure(self, names: Sequence[str], ids: Tensor) -> Sequence[Tensor]:
         """Compute some of `logprobs` and `entropy`, in one pass."""
         logprobs, entropy, _ = self._apply(ids[:, None], with_entropy="entropy" in names)

@@ -7,9 +7,13 @@ same, as with peft, so that results and files are those of the torch backend.
 
 Only the r numbers of a token between the two matrices are exchanged. Where tensor ranks divide the outputs of
 a layer, each has all of A and its rows of B; where they divide the inputs, each has its columns of A and all
-of B. Magnitudes are divided as the rows of B; where ranks divide the inputs, lengths of rows are sums over
-them. With sequence parallelism, a matrix that all ranks have computes a part of the tokens on each of them,
-and its gradients are summed with those of norms.
+of B. The embedding is a layer whose inputs, tokens, are divided. Magnitudes are divided as the rows of B;
+where ranks divide the inputs, lengths of rows are sums over them. With sequence parallelism, a matrix that
+all ranks have computes a part of the tokens on each, and its gradients are summed with those of norms.
+
+Experts and the output matrix exchange nothing, as each tensor rank computes a term of what is summed anyway:
+of the outputs of experts, and of the gradient of the last hidden states. So do gradients of the matrices that
+all ranks have.
 
 Axes: U tokens, those of this rank with sequence parallelism; I inputs and O outputs of a layer on this rank;
 r rank of the adapters; n adapters of the layer.
@@ -17,12 +21,12 @@ r rank of the adapters; n adapters of the layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core.tensor_parallel import (
+    VocabParallelEmbedding,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -32,11 +36,19 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn.functional import linear
+from torch.nn.functional import embedding, linear
 
 from hflow.models.adapter import row_lengths
-from hflow.training.megatron.hf_mapping import AdaptedLinear
+from hflow.models.expert_adapters import ExpertAdapter
+from hflow.shapes.model_shape import EMBEDDING, OUTPUT, ModelShape
+from hflow.training.megatron.hf_mapping import (
+    AdaptedLinear,
+    ShardPosition,
+    adapted_experts,
+    adapted_linears,
+)
 from hflow.training.megatron.layers import sum_gradient
+from hflow.types.kernels import LayerKernels
 
 _MAGNITUDE = "_magnitude"
 """End of the names of magnitudes, after that of an HF module."""
@@ -81,7 +93,7 @@ class LinearAdapters(nn.Module):
         self.hf_modules: list[str] = []
         """The HF modules that have adapters."""
         self.sequence_parallel = config.sequence_parallel
-        self.is_on = True
+        self._disable_adapters = False  # as peft's modules have it
         for row in of.parameters:
             name, (part,) = row.name.rpartition(".")[2], row.parts  # such as q_proj_A
             weight: Any = nn.Parameter(torch.empty(row.shape, dtype=config.params_dtype))
@@ -100,19 +112,21 @@ class LinearAdapters(nn.Module):
             start = stop
         self.has_magnitudes = any(name.endswith(_MAGNITUDE) for name in self._parameters)
 
-    def forward(self, x: Tensor, output: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, output: Tensor, layer: Any, bias: Tensor | None) -> Tensor:
         """Return the output `[U, 1, O]` of the layer with its adapters.
 
         Args:
             x: the layer's input, `[U, 1, I]`.
             output: the layer's output without adapters, which may be overwritten.
-            weight: the layer's matrices, `[O, I]`.
+            layer: has the matrices `weight`, `[O, I]`.
             bias: the bias in the output, `[O]`; None: there is none, or it is still to add.
         """
+        if self._disable_adapters:
+            return output
         adapted = self._add_low_rank(x, output)
         if not self.has_magnitudes:
             return adapted
-        factor = self._factor(weight)
+        factor = self._factor(layer.weight)
         scaled = factor * adapted
         return scaled if bias is None else scaled + (1 - factor) * bias
 
@@ -148,12 +162,15 @@ class LinearAdapters(nn.Module):
 
     def _add_low_rank(self, x: Tensor, output: Tensor) -> Tensor:
         """Add to a layer's output that of the adapters, without magnitudes."""
-        low = linear(x.squeeze(1), torch.cat([self.get_parameter(f"{x}_A") for x in self.hf_modules]))
-        low = self._exchange(low * self.scale)
+        low = self._exchange(self._multiply_a(x) * self.scale)
         matrices = [self._shared(f"{module}_B") for module in self.hf_modules]
         if self.divides_inputs:  # a single matrix; the output may be a view, which cannot be overwritten
             return output + linear(low, *matrices).unsqueeze(1)
         return _add_products(output, low, self.spans, *matrices)
+
+    def _multiply_a(self, x: Tensor) -> Tensor:
+        """Return the numbers between the matrices, `[U, n r]`, as far as this rank's inputs make them."""
+        return linear(x.squeeze(1), torch.cat([self.get_parameter(f"{x}_A") for x in self.hf_modules]))
 
     def _exchange(self, low: Tensor) -> Tensor:
         """Return the numbers between the matrices, `[U, n r]`, of the tokens that the second ones need.
@@ -183,27 +200,85 @@ class LinearAdapters(nn.Module):
         return sum_gradient(weight, self.copies)
 
 
-def add_adapters(stage: nn.Module, linears: Iterable[AdaptedLinear], scale: float) -> None:
+class EmbeddingAdapter(LinearAdapters):
+    """The adapter of an embedding. Each tensor rank has the columns of A of its tokens."""
+
+    def __init__(self, of: AdaptedLinear, *others: Any) -> None:
+        """Allocate weights without initialising them; the other arguments are those of `LinearAdapters`."""
+        super().__init__(of, *others)
+        self._first = of.parameters[0].parts[0].span[0]
+
+    def _multiply_a(self, x: Tensor) -> Tensor:
+        """Look up the columns of A of tokens `[1, U]`, of all tensor ranks' U: `[U, r]`."""
+        columns = self.get_parameter(f"{EMBEDDING}_A").T
+        index = x[0] - self._first
+        is_here = (index >= 0) & (index < len(columns))
+        return embedding(index.clamp(0, len(columns) - 1), columns) * is_here[:, None]
+
+
+class OutputMatrixAdapter(LinearAdapters):
+    """The adapter of an output matrix, whose logits are computed elsewhere."""
+
+    def factors(self, hidden: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Return the r numbers of hidden states `[N, D]`, `[N, r]`, and this rank's rows of B, `[V', r]`.
+
+        None if the adapter is off.
+        """
+        if self._disable_adapters:
+            return None, None
+        a: Tensor = self.get_parameter(f"{OUTPUT}_A")
+        if not self.sequence_parallel and self.tp_group.size() > 1:
+            a = sum_gradient(a, self.tp_group)
+        return linear(hidden, a) * self.scale, self.get_parameter(f"{OUTPUT}_B")
+
+
+def add_adapters(
+    stage: nn.Module, shape: ModelShape, position: ShardPosition, kernels: LayerKernels, scale: float
+) -> None:
     """Add adapters without values to the layers of a stage, whose outputs they change from now on.
 
     Args:
         stage: megatron's module of a stage.
-        linears: the layers.
+        shape: the sizes of the model's adapters.
+        position: the rank's position.
+        kernels: the layers' kernels.
         scale: the factor of the adapters' output.
     """
-    for of in linears:
+    config: Any = stage.config
+    for of in adapted_linears(shape, position, kernels):
         layer: Any = stage.get_submodule(of.name)
-        copies = getattr(layer, "copies", None)
-        layer.adapters = LinearAdapters(of, scale, stage.config, layer.tp_group, copies)
-        layer.register_forward_hook(_add_output)
+        others = scale, config, layer.tp_group, getattr(layer, "copies", None)
+        if isinstance(layer, VocabParallelEmbedding):
+            layer.adapters = EmbeddingAdapter(of, *others)
+            stage.get_submodule("embedding").register_forward_hook(_add_to_embedded, with_kwargs=True)
+        elif of.name == "output_layer":
+            layer.adapters = OutputMatrixAdapter(of, *others)
+        else:
+            layer.adapters = LinearAdapters(of, *others)
+            layer.register_forward_hook(_add_output)
+    for module, name, parameters in adapted_experts(shape, position, kernels):
+        a, b = (torch.empty(row.shape, dtype=config.params_dtype) for row in parameters)
+        adapter: Any = ExpertAdapter(a, b, scale)
+        stage.get_submodule(module).get_submodule("adapters").add_module(name, adapter)
+        for row, weight in zip(parameters, adapter.parameters(), strict=True):
+            weight.allreduce = position.num_expert == 1  # whether all data ranks have it
+            if axis := row.parts[0].axis:  # tensor ranks divide it
+                set_tensor_model_parallel_attributes(weight, True, axis, 1)
+            else:
+                weight.sequence_parallel = config.sequence_parallel
 
 
 def _add_output(layer: Any, args: tuple[Tensor, ...], result: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
     """Return a layer's result, an output and a bias still to add, with the adapters' output added."""
     output, bias = result
-    if not layer.adapters.is_on:
-        return result
-    return layer.adapters(args[0], output, layer.weight, layer.bias if bias is None else None), bias
+    return layer.adapters(args[0], output, layer, layer.bias if bias is None else None), bias
+
+
+def _add_to_embedded(layer: Any, args: object, kwargs: dict[str, Tensor], output: Tensor) -> Tensor:
+    """Return embedded tokens with the output of the embedding's adapter added."""
+    lookup = layer.word_embeddings
+    embedded: Tensor = lookup.adapters(kwargs["input_ids"], output, lookup, None)
+    return embedded
 
 
 def set_magnitudes(stage: nn.Module) -> None:
@@ -248,16 +323,3 @@ class _AddProducts(torch.autograd.Function):
 
 
 _add_products: Callable[..., Tensor] = _AddProducts.apply
-
-
-@contextmanager
-def adapters_off(stage: nn.Module) -> Iterator[None]:
-    """Let a stage compute without its adapters."""
-    adapters = [module for module in stage.modules() if isinstance(module, LinearAdapters)]
-    for module in adapters:
-        module.is_on = False
-    try:
-        yield
-    finally:
-        for module in adapters:
-            module.is_on = True

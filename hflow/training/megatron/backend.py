@@ -14,6 +14,7 @@ from hflow.base.durable_files import WriteFiles
 from hflow.base.errors import BackendError
 from hflow.config.schema import Offload
 from hflow.data.batches.batch import Batch
+from hflow.models.adapter import adapters_off
 from hflow.models.expert_balance import ExpertBalance
 from hflow.models.host_copy import HostCopies
 from hflow.models.host_offload import HostOffload
@@ -22,7 +23,7 @@ from hflow.shapes.model_shape import expert_layers
 from hflow.training.interface import ModelBackend, NodeCall, TrainShard
 from hflow.training.loop.inputs import check_sequences, check_temperature
 from hflow.training.loop.microbatches import MicrobatchSplitter
-from hflow.training.megatron.adapters import adapters_off
+from hflow.training.megatron.experts import routers_of
 from hflow.training.megatron.hf_export import copy_model
 from hflow.training.megatron.model import Stage, build_stage
 from hflow.training.megatron.optimizer import MegatronOptimizer
@@ -167,8 +168,9 @@ def _make_balance(stage: Stage, settings: ModelSettings) -> ExpertBalance | None
     num_layers = expert_layers(shape, 0, shape.num_layers)
     sizes = num_layers, shape.experts.num, shape.experts.per_token
     whole = parallel.group if parallel.group.size() > 1 else None
-    stage_ranks = parallel.groups.tp_cp
-    return ExpertBalance(config, *sizes, stage.device, whole, stage_ranks if stage_ranks.size() > 1 else None)
+    stage_ranks = parallel.groups.tp_cp if parallel.groups.tp_cp.size() > 1 else None
+    biases = {x.layer: x.score_bias for x in routers_of(stage.module) if x.score_bias is not None}
+    return ExpertBalance(config, *sizes, stage.device, whole, stage_ranks, biases if config.bias_rate else {})
 
 
 def _make_schedule(

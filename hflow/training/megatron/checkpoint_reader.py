@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from hflow.models.heads import SCORE, head_prefix
 from hflow.models.hf_config import read_config
 from hflow.models.settings import ModelSettings
 from hflow.models.weight_files import check_tensors, open_weight_files
-from hflow.shapes.model_shape import ModelShape
+from hflow.shapes.model_shape import ModelShape, is_in_fp32
 from hflow.training.fsdp.build import model_without_weights, scalar_head
 from hflow.training.megatron.hf_mapping import MappedParameter, TensorPart, backbone_shapes
 from hflow.types.tensor_slices import box_slices
@@ -64,16 +64,20 @@ def open_weights(
         yield read
 
 
-def _draw_blocks(settings: ModelSettings, parts: Iterable[TensorPart]) -> dict[TensorPart, Tensor]:
-    """Return blocks of a model with random weights, copied so that only they have memory."""
+def _draw_blocks(settings: ModelSettings, parts: Sequence[TensorPart]) -> dict[TensorPart, Tensor]:
+    """Return blocks of a model with random weights, copied so that only they have memory.
+
+    Biases of routers are 0.
+    """
     wanted: dict[str, list[TensorPart]] = {}
     for part in parts:
         wanted.setdefault(part.tensor, []).append(part)
     config = read_config(settings)
     drawn = stacked_views(config.model_type, drawn_weights(config, settings.seed))
-    return {
-        part: tensor[box_slices(part.box)].clone() for name, tensor in drawn for part in wanted.get(name, ())
-    }
+    blocks = {part: torch.zeros(part.shape) for part in parts if is_in_fp32(part.tensor)}
+    for name, tensor in drawn:
+        blocks |= {part: tensor[box_slices(part.box)].clone() for part in wanted.get(name, ())}
+    return blocks
 
 
 @torch.no_grad()
@@ -102,9 +106,11 @@ def _drawn_adapters(settings: ModelSettings, parameters: Iterable[MappedParamete
     """Return all new adapters of a model by name; empty if no parameter has one."""
     if not any(".lora_" in part.tensor for row in parameters for part in row.parts):
         return {}
-    model = model_without_weights(read_config(settings), DTYPES[settings.dtype])
+    config = read_config(settings)
+    model = model_without_weights(config, DTYPES[settings.dtype])
     add_adapter(model, settings)
-    return {name: weight.detach() for name, weight in adapter_weights(model).items()}
+    drawn = ((name, weight.detach()) for name, weight in adapter_weights(model).items())
+    return dict(stacked_views(config.model_type, drawn))
 
 
 def _check(path: Path, tensors: Mapping[str, Any], shape: ModelShape) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -23,12 +24,14 @@ from torch.nn.functional import silu
 from hflow.base.devices import collective_backend, is_gpu
 from hflow.models.settings import ModelSettings
 from hflow.shapes.layout import stage_layers
-from hflow.shapes.model_shape import Experts, ModelShape
+from hflow.shapes.model_shape import Experts, ModelShape, torch_only
 from hflow.training.megatron.attention import PackedAttention
 from hflow.training.megatron.experts import GroupedExperts, Router
 from hflow.training.megatron.hf_mapping import copies_key_value_heads
-from hflow.training.megatron.layers import GatedSilu, RepeatedQkv, RMSNorm
+from hflow.training.megatron.latent_attention import PackedLatentAttention
+from hflow.training.megatron.layers import GatedGelu, GatedSilu, NormedSum, RepeatedQkv, RMSNorm
 from hflow.training.megatron.parallel_state import ParallelState
+from hflow.training.megatron.supported_models import LayerMath
 from hflow.types.kernels import Fp8Recipe, LayerKernels
 
 _FIXED_OPTIONS: Mapping[str, Any] = {
@@ -63,13 +66,13 @@ _RECOMPUTE: Mapping[str, Any] = {
 
 
 def transformer_config(
-    model: ModelShape, epsilon: float, settings: ModelSettings, dtype: torch.dtype, parallel: ParallelState
+    model: ModelShape, math: LayerMath, settings: ModelSettings, dtype: torch.dtype, parallel: ParallelState
 ) -> TransformerConfig:
     """Return megatron's configuration for one rank.
 
     Args:
         model: the model's sizes.
-        epsilon: the epsilon of the model's norms.
+        math: what the layers compute.
         settings: select recomputation, sequence parallelism and FP8.
         dtype: the dtype of the forward pass.
         parallel: this rank's layout.
@@ -87,7 +90,8 @@ def transformer_config(
         num_attention_heads=model.num_heads,
         num_query_groups=max(model.num_kv_heads, parallel.tensor),  # copies included
         kv_channels=model.head_dim,
-        layernorm_epsilon=epsilon,
+        layernorm_epsilon=math.epsilon,
+        layernorm_zero_centered_gamma=math.has_centred_norms,
         qk_layernorm=model.has_qk_norm,
         add_qkv_bias=model.has_qkv_bias,
         params_dtype=dtype,
@@ -110,23 +114,30 @@ def transformer_config(
 
 
 def block_spec(
-    model: ModelShape, parallel: ParallelState, kernels: LayerKernels, *, normalizes: bool
+    config: TransformerConfig,
+    model: ModelShape,
+    math: LayerMath,
+    parallel: ParallelState,
+    kernels: LayerKernels,
 ) -> TransformerBlockSubmodules:
     """Return the layers of this rank's stage. Making groups for copied key-value heads is a collective.
 
     Args:
+        config: what `transformer_config` returned.
         model: the model's sizes.
+        math: what the layers compute.
         parallel: this rank's layout.
         kernels: the layers' kernels.
-        normalizes: whether a router's weights add up to 1 for each token.
     """
-    copies = None
+    copies, parts = None, _parts(model, kernels)
     if copies_key_value_heads(model, parallel.tensor):
         copies = parallel.tensor_block(parallel.tensor // model.num_kv_heads)
-    parts = _parts(kernels)
-    dense = mixed = _layer_spec(model, copies, parts)
+    dense = mixed = _layer_spec(config, model, math, copies, parts)
     if model.experts is not None:
-        mixed = _with_experts(_layer_spec(model, copies, parts), partial(Router, model, normalizes), parts)
+        assert math.routing is not None
+        router = partial(Router, model, math.routing)
+        layer = _layer_spec(config, model, math, copies, parts)
+        mixed = _with_experts(layer, router, parts, model.experts.shared > 0)
     layers = range(*stage_layers(model.num_layers, parallel.pipe)[parallel.p])
     specs = [mixed if model.has_experts(layer) else dense for layer in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=parts.norm)
@@ -140,14 +151,22 @@ class LayerParts:
     """Return megatron's layer with one MLP, with or without norms of q and k."""
     norm: Any
     experts: type
+    linear: type
+    """A linear layer without a norm, whose outputs tensor ranks divide."""
 
 
-def _parts(kernels: LayerKernels) -> LayerParts:
+def _parts(model: ModelShape, kernels: LayerKernels) -> LayerParts:
     if kernels is LayerKernels.TRANSFORMER_ENGINE:
+        assert not torch_only(model), "a plan chooses torch's kernels"
         from hflow.training.megatron import te_layers
 
-        return LayerParts(te_layers.layer_spec, te_layers.TENorm, te_layers.SeparateExperts)
-    return LayerParts(_torch_spec, RMSNorm, GroupedExperts)
+        return LayerParts(
+            te_layers.layer_spec,
+            te_layers.TENorm,
+            te_layers.SeparateExperts,
+            te_layers.TEColumnParallelLinear,
+        )
+    return LayerParts(_torch_spec, RMSNorm, GroupedExperts, megatron_layers.ColumnParallelLinear)
 
 
 def _torch_spec(has_qk_norm: bool) -> ModuleSpec:
@@ -157,18 +176,26 @@ def _torch_spec(has_qk_norm: bool) -> ModuleSpec:
     return layer
 
 
-def _layer_spec(model: ModelShape, copies: ProcessGroup | None, parts: LayerParts) -> ModuleSpec:
+def _layer_spec(
+    config: TransformerConfig,
+    model: ModelShape,
+    math: LayerMath,
+    copies: ProcessGroup | None,
+    parts: LayerParts,
+) -> ModuleSpec:
     """Return the submodules of a layer with one MLP.
 
     Args:
+        config: megatron's configuration.
         model: the model's sizes.
+        math: what the layer computes.
         copies: the tensor ranks that hold the same key-value head; None if each head is on one of them.
         parts: the modules that compute it.
     """
     layer = parts.spec(model.has_qk_norm)
     modules, attention = layer.submodules, layer.submodules.self_attention.submodules
     modules.mlp.params["ffn_hidden_size"] = model.intermediate
-    attention.core_attention = PackedAttention
+    attention.core_attention = ModuleSpec(PackedAttention, params={"math": math})
     if model.has_qk_norm:
         attention.q_layernorm = attention.k_layernorm = parts.norm
     if copies is not None:
@@ -176,6 +203,12 @@ def _layer_spec(model: ModelShape, copies: ProcessGroup | None, parts: LayerPart
         modules.input_layernorm = parts.norm
     if model.has_out_bias:
         attention.linear_proj = _biased(attention.linear_proj)
+    if model.latent is not None:
+        modules.self_attention = ModuleSpec(PackedLatentAttention, params={"model": model, "math": math})
+    if math.has_gelu:
+        modules.mlp.submodules.activation_func = GatedGelu
+    if model.has_post_norms:
+        modules.self_attn_bda = modules.mlp_bda = ModuleSpec(NormedSum, params={"config": config})
     if model.has_mlp_bias:
         mlp = modules.mlp.submodules
         mlp.linear_fc1, mlp.linear_fc2 = _biased(mlp.linear_fc1), _biased(mlp.linear_fc2)
@@ -188,12 +221,18 @@ def _expert_options(experts: Experts) -> dict[str, Any]:
         "moe_ffn_hidden_size": experts.intermediate,
         "moe_router_topk": experts.per_token,
         "moe_router_pre_softmax": True,  # megatron requires it for one expert per token
+        "moe_shared_expert_intermediate_size": experts.shared or None,
     }
 
 
-def _with_experts(layer: ModuleSpec, router: Callable[..., Router], parts: LayerParts) -> ModuleSpec:
+def _with_experts(
+    layer: ModuleSpec, router: Callable[..., Router], parts: LayerParts, has_shared: bool
+) -> ModuleSpec:
     """Return the layer with experts in place of its MLP. The router needs the norm's output too."""
     modules = MoESubmodules(experts=parts.experts, router=router)
+    if has_shared:
+        mlp = replace(layer.submodules.mlp.submodules, linear_fc1=parts.linear)
+        modules.shared_experts = ModuleSpec(module=SharedExpertMLP, submodules=mlp)
     layer.submodules.mlp = ModuleSpec(module=MoELayer, submodules=modules)
     layer.submodules.pre_mlp_layernorm = parts.norm
     return layer

@@ -37,7 +37,7 @@ from torch.nn.attention.bias import causal_lower_right
 from hflow.data.batches.batch import Batch
 from hflow.data.batches.batch_arguments import to_tensor
 from hflow.data.batches.shared_prefix import PrefixSharing
-from hflow.models.attention_kernels import padded_attention, varlen_attention
+from hflow.models.attention_kernels import CAUSAL, Reach, reaching_attention, varlen_attention
 from hflow.training.loop.inputs import target_positions
 from hflow.training.loop.output import Logits
 from hflow.types.kernels import AttentionKernel
@@ -152,26 +152,32 @@ def divide_rows(
 
 
 def attend_to_all(
-    q: Tensor, k: Tensor, v: Tensor, division: RowDivision, kernel: AttentionKernel, scaling: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    division: RowDivision,
+    kernel: AttentionKernel,
+    scaling: float | None,
+    reach: Reach = CAUSAL,
 ) -> Tensor:
     """Compute causal attention of this rank's queries to the keys of all ranks: `[R, H, E]` -> `[R, H, E]`.
 
-    k and v, of this rank's rows, have H heads or a divisor of H. Padding rows get zeros. The kernel is that
-    of the micro-batch's `PackedLayout`.
+    k and v, of this rank's rows, have H heads or a divisor of H; results have the size of values. Padding
+    rows get zeros. The kernel is that of the micro-batch's `PackedLayout`.
     """
     width = k.shape[-1]
     keys_and_values = division.gather(torch.cat((k, v), dim=-1)).index_select(0, division.keys)
-    zeros = torch.zeros_like(q)
+    zeros = q.new_zeros(*q.shape[:2], v.shape[-1])
     if not division.segments:
         # Only padding. Sums of nothing are 0, and have queries and the gather join the backward pass.
         return zeros + (q[:0].sum() + keys_and_values.sum())
     keys, values = keys_and_values[..., :width], keys_and_values[..., width:]
     queries, padding = q[: division.num_queries], zeros[division.num_queries :]
     if kernel is AttentionKernel.SDPA:
-        attended = _one_by_one(queries, keys, values, division, scaling)
+        attended = _one_by_one(queries, keys, values, division, scaling, reach)
     else:
         attended = varlen_attention(
-            kernel, queries, keys, values, division.cumulative, division.longest, scaling
+            *(kernel, queries, keys, values, division.cumulative, division.longest, scaling, reach.window)
         )
     return torch.cat((attended, padding))
 
@@ -227,12 +233,14 @@ def _cumulative(sizes: Sequence[int], device: torch.device) -> Tensor:
     return to_tensor(np.concatenate(([0], np.cumsum(sizes))).astype(np.int32), device)
 
 
-def _one_by_one(q: Tensor, k: Tensor, v: Tensor, division: RowDivision, scaling: float | None) -> Tensor:
+def _one_by_one(
+    q: Tensor, k: Tensor, v: Tensor, division: RowDivision, scaling: float | None, reach: Reach
+) -> Tensor:
     """Compute each segment as a sequence of its own, whose last query attends to its last key."""
     queries, keys = zip(*division.segments, strict=True)
     parts = []
     for segment in zip(q.split(queries), k.split(keys), v.split(keys), strict=True):
         query, key, value = (x.transpose(0, 1)[None] for x in segment)
         mask = causal_lower_right(query.shape[2], key.shape[2])
-        parts.append(padded_attention(query, key, value, scaling, mask)[0].transpose(0, 1))
+        parts.append(reaching_attention(query, key, value, scaling, reach, mask)[0].transpose(0, 1))
     return torch.cat(parts)

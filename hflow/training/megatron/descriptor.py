@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from hflow.base.devices import is_gpu
 from hflow.planner.models.descriptors import Backend, TrialRun
 from hflow.planner.plan.traits import BackendTraits
-from hflow.shapes.architectures import LLAMA_LIKE_FAMILIES
 from hflow.training.megatron import memory
+from hflow.training.megatron.supported_models import FAMILIES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -121,7 +121,7 @@ BACKEND = Backend(
         shares_prompts=True,
         has_adapters=True,
         chooses_kernels=True,
-        families=LLAMA_LIKE_FAMILIES,
+        families=FAMILIES,
     ),
     factory=_make_model,
     memory=memory,

@@ -10,6 +10,7 @@ to this rank, once for each of its experts), F rows of an expert, T tensor ranks
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from hflow.models.expert_balance import BalancedTokens
 from hflow.models.expert_replay import ReplayedExperts, choose_experts
 from hflow.shapes.model_shape import ModelShape
 from hflow.training.megatron.layers import gated_silu
+from hflow.training.megatron.supported_models import Routing
 
 _ALIGNMENT = 16
 """Rows of the matrices of a grouped product begin at multiples of this many bytes."""
@@ -35,7 +37,7 @@ class Router(nn.Module):
     def __init__(
         self,
         model: ModelShape,
-        normalizes: bool,
+        routing: Routing,
         *,
         config: Any,
         pg_collection: ProcessGroupCollection | None = None,
@@ -44,16 +46,15 @@ class Router(nn.Module):
 
         Args:
             model: the model's sizes.
-            normalizes: whether the weights of a token's experts add up to 1. Otherwise they are probabilities
-                among all.
+            routing: how experts are chosen.
             config: megatron's `TransformerConfig`.
             pg_collection: not used; megatron passes it.
         """
         super().__init__()
         assert model.experts is not None
-        self.per_token, self.normalizes = model.experts.per_token, normalizes
+        self.per_token, self.routing = model.experts.per_token, routing
         self._layers = [layer for layer in range(model.num_layers) if model.has_experts(layer)]
-        self._layer = 0
+        self.layer = 0
         """Index among the layers with experts."""
         self.replayed: ReplayedExperts | None = None
         """What the next forward is to choose for its U' tokens; None: it chooses itself."""
@@ -64,24 +65,48 @@ class Router(nn.Module):
         )
         # With sequence parallelism each tensor rank has a part of the tokens, so gradients must be summed.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.score_bias: nn.Parameter | None = None
+        """fp32 `[N]`: what is added to scores before experts are chosen. It has no gradient."""
+        if model.experts.has_router_bias:
+            self.score_bias = nn.Parameter(torch.empty(model.experts.num), requires_grad=False)
 
     def forward(self, hidden: Tensor, padding_mask: None = None) -> tuple[Tensor, Tensor]:
         """Route `[U', 1, D]`: return weights `[U', N]`, 0 for other experts, and bool `[U', N]`."""
-        logits = linear(hidden.flatten(0, 1), self.weight)
-        probabilities = logits.softmax(-1, dtype=torch.float32)
-        chosen, index = choose_experts(probabilities, self.per_token, self.replayed, self._layer)
-        if self.normalizes:
+        rows, routing = hidden.flatten(0, 1), self.routing
+        logits = linear(rows.float(), self.weight.float()) if routing.in_fp32 else linear(rows, self.weight)
+        scores = logits.sigmoid() if routing.score == "sigmoid" else logits.softmax(-1, dtype=torch.float32)
+        index = choose_experts(self._ranks(scores.detach()), self.per_token, self.replayed, self.layer)
+        chosen = scores.gather(-1, index)
+        if routing.normalizes:
             chosen = chosen / chosen.sum(-1, keepdim=True)
+        chosen = chosen * routing.scaling
         if self.balanced is not None:
-            chosen = self.balanced.balance(self._layer, chosen, logits, index, "softmax")
+            chosen = self.balanced.balance(self.layer, chosen, logits, index, routing.score)
         self.replayed = self.balanced = None
-        weights = torch.zeros_like(logits).scatter(1, index, chosen.to(logits.dtype))
+        weights = rows.new_zeros(logits.shape).scatter(1, index, chosen.to(rows.dtype))
         is_chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, index, value=True)
         return weights, is_chosen
 
+    def _ranks(self, scores: Tensor) -> Tensor:
+        """Return the scores that rank experts, `[U', N]`: minus infinity in groups that are left out."""
+        routing = self.routing
+        ranks = scores if self.score_bias is None else scores + self.score_bias
+        if routing.num_groups == 1:
+            return ranks
+        groups = ranks.unflatten(-1, (routing.num_groups, -1))
+        kept = groups.topk(routing.best_of_group).values.sum(-1).topk(routing.num_kept_groups).indices
+        is_left_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(-1, kept, value=False)
+        kept_ranks: Tensor = groups.masked_fill(is_left_out[..., None], float("-inf")).flatten(-2)
+        return kept_ranks
+
     def set_layer_number(self, layer_number: int) -> None:
         """Set the layer of the model, counted from 1."""
-        self._layer = self._layers.index(layer_number - 1)
+        self.layer = self._layers.index(layer_number - 1)
+
+
+def routers_of(block: nn.Module) -> list[Router]:
+    """Return the routers of a stage in the order of its layers."""
+    return [module for module in block.modules() if isinstance(module, Router)]
 
 
 def inform_routers(block: nn.Module) -> None:
@@ -125,6 +150,8 @@ class GroupedExperts(nn.Module):
 
         self.gate_up = parameter(num_local_experts, 2 * rows, config.hidden_size, split_axis=1)
         self.down = parameter(num_local_experts, config.hidden_size, rows, split_axis=2)
+        self.adapters = nn.ModuleDict()
+        """Name of a parameter -> its `ExpertAdapter`, if it has one."""
 
     def forward(self, tokens: Tensor, per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
         """Compute `[R, D]` -> `[R, D]`; the second result, a bias still to add, is None.
@@ -134,8 +161,18 @@ class GroupedExperts(nn.Module):
             per_expert: int64 `[n]`, how many rows each expert has.
             weights: `[R]`, by which results are multiplied.
         """
-        activated = gated_silu(_each_linear(tokens, self.gate_up, per_expert), weights)
-        return _each_linear(activated, self.down, per_expert), None
+        ends = per_expert.cumsum(0).to(tokens.device, torch.int32, non_blocking=True)
+        multiply = partial(_each_linear, per_expert=per_expert, ends=ends)
+        activated = gated_silu(self._adapted(tokens, "gate_up", multiply), weights)
+        return self._adapted(activated, "down", multiply), None
+
+    def _adapted(self, x: Tensor, name: str, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Multiply the rows of each expert by its matrix with its adapter, if there is one.
+
+        What tensor ranks compute with an adapter adds up to its output, as with the matrix beside it.
+        """
+        output = multiply(x, getattr(self, name))
+        return self.adapters[name](x, output, multiply) if name in self.adapters else output
 
 
 def forget_routing(module: nn.Module) -> None:
@@ -149,12 +186,18 @@ def forget_routing(module: nn.Module) -> None:
             layer.token_dispatcher.probs = None
 
 
-def _each_linear(x: Tensor, weight: Tensor, per_expert: Tensor) -> Tensor:
-    """Multiply the rows of each expert by its matrix: `[R, I]`, `[n, O, I]` -> `[R, O]`."""
+def _each_linear(x: Tensor, weight: Tensor, per_expert: Tensor, ends: Tensor) -> Tensor:
+    """Multiply the rows of each expert by its matrix: `[R, I]`, `[n, O, I]` -> `[R, O]`.
+
+    Args:
+        x: the rows, by expert.
+        weight: the matrices.
+        per_expert: int64 `[n]`, how many rows each expert has, on the host.
+        ends: int32 `[n]`, the row after the last one of each, on the device.
+    """
     if not len(x):
         return linear(x, weight[0])  # takes part in the backward pass of the exchange of tokens
     if _has_grouped_product(weight):
-        ends = per_expert.cumsum(0).to(x.device, torch.int32, non_blocking=True)
         product: Tensor = grouped_mm(x, weight.transpose(1, 2), offs=ends)
         return product
     parts = zip(x.split(per_expert.tolist()), weight, strict=True)  # host: the dispatcher has copied it

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from hflow.base.durable_files import WriteFiles
@@ -16,6 +17,7 @@ from hflow.models.expert_tensors import file_names, file_tensors
 from hflow.models.heads import SCORE, head_prefix, saved_config
 from hflow.models.host_copy import HostCopies
 from hflow.models.settings import MERGED, ModelSettings
+from hflow.shapes.model_shape import is_in_fp32
 from hflow.training.fsdp.build import model_without_weights
 from hflow.training.hf_files import Copies, FileDivision, check_is_shared
 from hflow.training.megatron.hf_mapping import backbone_shapes
@@ -68,8 +70,8 @@ def copy_stage(
 ) -> WriteFiles:
     """Copy some files of the weights, and return the function that writes them; a collective.
 
-    They have the stage's dtype. Each rank copies an equal share of the model. A value head has a separate
-    file beside its backbone.
+    They have the stage's dtype, but for biases of routers. Each rank copies an equal share of the model. A
+    value head has a separate file beside its backbone.
 
     Args:
         stage: this rank's.
@@ -82,7 +84,10 @@ def copy_stage(
     shapes = backbone_shapes(stage.shape)
     if stage.head == "score":
         shapes[SCORE] = (1, stage.shape.hidden)
-    num_bytes = {name: math.prod(shape) * stage.dtype.itemsize for name, shape in shapes.items()}
+    num_bytes = {
+        name: math.prod(shape) * (torch.float32 if is_in_fp32(name) else stage.dtype).itemsize
+        for name, shape in shapes.items()
+    }
     files = FileDivision.over_ranks(num_bytes, num_ranks, file_bytes)
     copies: Copies = {}
     head: dict[str, Tensor] = {}

@@ -17,9 +17,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import NamedTuple
 
 from hflow.shapes.layout import stage_layers
-from hflow.shapes.model_shape import MAGNITUDE, A, AdapterShape, B, ModelShape
+from hflow.shapes.model_shape import (
+    EMBEDDING,
+    EMBEDDING_A,
+    EMBEDDING_B,
+    MAGNITUDE,
+    SCORE_BIAS,
+    A,
+    AdapterShape,
+    B,
+    LatentAttention,
+    ModelShape,
+    is_in_fp32,
+)
 from hflow.types.kernels import LayerKernels
 
 VOCAB_MULTIPLE = 128
@@ -90,6 +103,11 @@ class MappedParameter:
         return self.shape[1:] if self.is_one_expert else self.shape
 
     @property
+    def is_score_bias(self) -> bool:
+        """Whether routers choose by it. It has no gradient, and is in fp32 in models of any dtype."""
+        return is_in_fp32(self.parts[0].tensor)
+
+    @property
     def has_padding(self) -> bool:
         """Whether the parts leave some rows uncovered."""
         return sum(part.length for part in self.parts) < self.shape[self.parts[0].axis]
@@ -110,6 +128,17 @@ class AdaptedLinear:
     parameters: tuple[MappedParameter, ...]
     """The parameters of `LinearAdapters`: of each HF module that has an adapter, A and B, and the magnitudes
     if it has any."""
+
+
+class AdaptedExperts(NamedTuple):
+    """The adapters of a parameter of a rank's experts."""
+
+    module: str
+    """Name in the stage of the module that has the parameter."""
+    name: str
+    """Name of the parameter in it, `gate_up` or `down`."""
+    parameters: tuple[MappedParameter, MappedParameter]
+    """A and B of all its experts. That of axis 0 is whole on all tensor ranks."""
 
 
 @dataclass(frozen=True)
@@ -152,15 +181,19 @@ def rank_parameters(
     """
     if model.adapter is None:
         return tuple(_stage_parameters(model, position, kernels))
-    adapters = (x for linear in adapted_linears(model, position, kernels) for x in linear.parameters)
+    linears = (x for linear in adapted_linears(model, position, kernels) for x in linear.parameters)
+    experts = (x for one in adapted_experts(model, position, kernels) for x in one.parameters)
     is_last = position.stage == position.num_stages - 1
-    return (*adapters, *(_scalar_head(model) if is_last else ()))
+    return (*linears, *experts, *(_scalar_head(model) if is_last else ()))
 
 
 def adapted_linears(
     model: ModelShape, position: ShardPosition, kernels: LayerKernels
 ) -> Iterator[AdaptedLinear]:
-    """Yield the linear layers of a rank that have adapters; the arguments are those of `rank_parameters`."""
+    """Yield the linear layers of a rank that have adapters; the arguments are those of `rank_parameters`.
+
+    The embedding is one whose inputs are tokens.
+    """
     assert model.adapter is not None
     weights = _stage_parameters(replace(model, adapter=None), position, kernels)
     matrices = (row for row in weights if not row.is_expert and len(row.shape) == 2)
@@ -179,14 +212,17 @@ def _adapted_linear(name: str, rows: list[MappedParameter], adapter: AdapterShap
     outputs, parameters = [], []
     for tensor, blocks in parts.items():
         path, module = tensor.removesuffix("weight"), tensor.split(".")[-2]
-        axis, (num_outputs, num_inputs) = blocks[0].axis, blocks[0].shape
+        axis, (num_outputs, num_inputs), (end_a, end_b) = blocks[0].axis, blocks[0].shape, (A, B)
+        if module == EMBEDDING:
+            axis, num_outputs, num_inputs, end_a, end_b = 1, num_inputs, num_outputs, EMBEDDING_A, EMBEDDING_B
         span = (blocks[0].span[0], blocks[-1].span[1])  # the blocks of a rank are neighbours
+        padding = rows[0].shape[0] - blocks[0].length if rows[0].has_padding else 0
         outputs.append((module, span[1] - span[0] if axis == 0 else num_outputs))
         if module not in adapter.targets:
             continue
         kinds: list[tuple[str, str, int, tuple[int, ...]]] = [
-            ("A", A, 1, (adapter.r, num_inputs)),
-            ("B", B, 0, (num_outputs, adapter.r)),
+            ("A", end_a, 1, (adapter.r, num_inputs)),
+            ("B", end_b, 0, (num_outputs, adapter.r)),
         ]
         if adapter.has_magnitudes:
             kinds.append(("magnitude", MAGNITUDE, 0, (num_outputs,)))
@@ -196,9 +232,57 @@ def _adapted_linear(name: str, rows: list[MappedParameter], adapter: AdapterShap
                 parameters.append(_whole(ours, theirs, whole))
                 continue
             part = TensorPart(theirs, whole, axis, span, 0)
-            shape = (*whole[:axis], part.length, *whole[axis + 1 :])
+            shape = _with(whole, axis, part.length + padding)
             parameters.append(MappedParameter(ours, shape, (part,), tensor in copied))
     return AdaptedLinear(name, tuple(outputs), axis == 1, len(blocks), tuple(parameters))
+
+
+def adapted_experts(
+    model: ModelShape, position: ShardPosition, kernels: LayerKernels
+) -> Iterator[AdaptedExperts]:
+    """Yield the adapters of a rank's experts; the arguments are those of `rank_parameters`.
+
+    Tensor ranks divide the rows F of B or the columns F of A, as those of the matrices beside them.
+    """
+    assert model.adapter is not None
+    for row in _stage_parameters(replace(model, adapter=None), position, kernels):
+        module, _, name = row.name.rpartition(".")
+        if row.is_expert and f"experts.{name}_proj" in model.adapter.targets:
+            yield AdaptedExperts(module, name, _expert_adapter(row, module, name, model.adapter.r))
+
+
+def _expert_adapter(
+    row: MappedParameter, module: str, name: str, r: int
+) -> tuple[MappedParameter, MappedParameter]:
+    """Return A and B of a parameter of experts. Each has r in the place of one axis of the matrices."""
+    first, axis = row.parts[0], row.parts[0].axis
+    assert first.experts is not None, "experts are stacked"
+    whole_end, divided_end = (A, B) if axis == 1 else (B, A)
+    tensor = f"{first.tensor.rpartition('experts.')[0]}experts.{name}_proj.{whole_end}"
+    of_whole = [TensorPart(tensor, _with(first.shape, axis, r), 0, first.experts, 0)]
+    of_divided = [
+        replace(
+            part,
+            tensor=part.tensor.removesuffix("weight") + divided_end,
+            shape=_with(part.shape, 3 - axis, r),
+        )
+        for part in row.parts
+    ]
+    whole, divided = (
+        MappedParameter(
+            f"{module}.adapters.{name}.{end.removesuffix('.weight')}",
+            _with(row.shape, replaced, r),
+            tuple(parts),
+            is_expert=True,
+        )
+        for end, replaced, parts in ((whole_end, axis, of_whole), (divided_end, 3 - axis, of_divided))
+    )
+    return (whole, divided) if axis == 1 else (divided, whole)
+
+
+def _with(shape: tuple[int, ...], axis: int, size: int) -> tuple[int, ...]:
+    """Return a shape with another size of one axis."""
+    return (*shape[:axis], size, *shape[axis + 1 :])
 
 
 def backbone_shapes(model: ModelShape) -> dict[str, tuple[int, ...]]:
@@ -246,40 +330,81 @@ def _layer_parameters(
     layer: int,
     kernels: LayerKernels,
 ) -> Iterator[MappedParameter]:
-    heads, attention = model.num_heads * model.head_dim, f"{ours}self_attention."
+    attention, theirs_attention = f"{ours}self_attention.", f"{theirs}self_attn."
     has_experts, of_te = model.has_experts(layer), kernels is LayerKernels.TRANSFORMER_ENGINE
     is_fused = of_te and not copies_key_value_heads(model, position.num_tensor)
     norm = f"{attention}linear_qkv.layer_norm_weight" if is_fused else f"{ours}input_layernorm.weight"
     yield _whole(norm, f"{theirs}input_layernorm.weight", (model.hidden,))
-    yield from _qkv(
-        model, position, f"{attention}linear_qkv.", f"{theirs}self_attn.", "weight", (model.hidden,)
-    )
-    if model.has_qkv_bias:
-        yield from _qkv(model, position, f"{attention}linear_qkv.", f"{theirs}self_attn.", "bias", ())
-    if model.has_qk_norm:
-        for x in "qk":
-            norm = f"{theirs}self_attn.{x}_norm.weight"
-            yield _whole(f"{attention}{x}_layernorm.weight", norm, (model.head_dim,))
-    yield _columns(
-        f"{attention}linear_proj.weight", f"{theirs}self_attn.o_proj.weight", model, heads, position
-    )
+    if model.latent is None:
+        yield from _queries_keys_values(model, position, attention, theirs_attention)
+    else:
+        yield from _latents(model, model.latent, position, attention, theirs_attention)
+    width = model.num_heads * (model.latent.value if model.latent else model.head_dim)
+    o_proj = f"{theirs_attention}o_proj."
+    yield _columns(f"{attention}linear_proj.weight", f"{o_proj}weight", model, width, position)
     if model.has_out_bias:
-        yield _whole(f"{attention}linear_proj.bias", f"{theirs}self_attn.o_proj.bias", (model.hidden,))
+        yield _whole(f"{attention}linear_proj.bias", f"{o_proj}bias", (model.hidden,))
     is_fused = of_te and not has_experts
     norm = f"{ours}mlp.linear_fc1.layer_norm_weight" if is_fused else f"{ours}pre_mlp_layernorm.weight"
-    yield _whole(norm, f"{theirs}post_attention_layernorm.weight", (model.hidden,))
+    before_mlp = "post_attention_layernorm"
+    if model.has_post_norms:
+        before_mlp = "pre_feedforward_layernorm"
+        for name, theirs_norm in (("self_attn", "post_attention"), ("mlp", "post_feedforward")):
+            after = f"{theirs}{theirs_norm}_layernorm.weight"
+            yield _whole(f"{ours}{name}_bda.norm.weight", after, (model.hidden,))
+    yield _whole(norm, f"{theirs}{before_mlp}.weight", (model.hidden,))
     if has_experts:
         yield from _experts(model, position, f"{ours}mlp.", f"{theirs}mlp.", kernels)
     else:
-        yield from _mlp(model, position, f"{ours}mlp.", f"{theirs}mlp.")
+        yield from _mlp(model, model.intermediate, position, f"{ours}mlp.", f"{theirs}mlp.")
 
 
-def _mlp(model: ModelShape, position: ShardPosition, ours: str, theirs: str) -> Iterator[MappedParameter]:
-    yield _gate_up(model, position, f"{ours}linear_fc1.", theirs, "weight", (model.hidden,))
+def _queries_keys_values(
+    model: ModelShape, position: ShardPosition, ours: str, theirs: str
+) -> Iterator[MappedParameter]:
+    yield from _qkv(model, position, f"{ours}linear_qkv.", theirs, "weight", (model.hidden,))
+    if model.has_qkv_bias:
+        yield from _qkv(model, position, f"{ours}linear_qkv.", theirs, "bias", ())
+    if model.has_qk_norm:
+        for x in "qk":
+            yield _whole(f"{ours}{x}_layernorm.weight", f"{theirs}{x}_norm.weight", (model.head_dim,))
+
+
+def _latents(
+    model: ModelShape, sizes: LatentAttention, position: ShardPosition, ours: str, theirs: str
+) -> Iterator[MappedParameter]:
+    """Map the projections of latent attention. Tensor ranks divide the rows of heads."""
+
+    def small(name: str, tensor: str, rows: int) -> Iterator[MappedParameter]:
+        yield _whole(f"{ours}{name}.weight", f"{theirs}{tensor}.weight", (rows, model.hidden))
+        if model.has_qkv_bias:
+            yield _whole(f"{ours}{name}.bias", f"{theirs}{tensor}.bias", (rows,))
+
+    def heads(name: str, tensor: str, size: int, inputs: int) -> MappedParameter:
+        span = position.local_span(model.num_heads)
+        rows = (span[0] * size, span[1] * size)
+        part = TensorPart(f"{theirs}{tensor}.weight", (model.num_heads * size, inputs), 0, rows, 0)
+        return MappedParameter(f"{ours}{name}.weight", (part.length, inputs), (part,))
+
+    if sizes.q_rank is None:
+        yield heads("linear_q", "q_proj", sizes.nope + sizes.rope, model.hidden)
+    else:
+        yield from small("linear_q_down", "q_a_proj", sizes.q_rank)
+        yield _whole(f"{ours}q_norm.weight", f"{theirs}q_a_layernorm.weight", (sizes.q_rank,))
+        yield heads("linear_q", "q_b_proj", sizes.nope + sizes.rope, sizes.q_rank)
+    yield from small("linear_kv_down", "kv_a_proj_with_mqa", sizes.cached)
+    yield _whole(f"{ours}kv_norm.weight", f"{theirs}kv_a_layernorm.weight", (sizes.kv_rank,))
+    yield heads("linear_kv", "kv_b_proj", sizes.nope + sizes.value, sizes.kv_rank)
+
+
+def _mlp(
+    model: ModelShape, intermediate: int, position: ShardPosition, ours: str, theirs: str
+) -> Iterator[MappedParameter]:
+    yield _gate_up(intermediate, position, f"{ours}linear_fc1.", theirs, "weight", (model.hidden,))
     if model.has_mlp_bias:
-        yield _gate_up(model, position, f"{ours}linear_fc1.", theirs, "bias", ())
+        yield _gate_up(intermediate, position, f"{ours}linear_fc1.", theirs, "bias", ())
     down = f"{theirs}down_proj."
-    yield _columns(f"{ours}linear_fc2.weight", f"{down}weight", model, model.intermediate, position)
+    yield _columns(f"{ours}linear_fc2.weight", f"{down}weight", model, intermediate, position)
     if model.has_mlp_bias:
         yield _whole(f"{ours}linear_fc2.bias", f"{down}bias", (model.hidden,))
 
@@ -287,13 +412,16 @@ def _mlp(model: ModelShape, position: ShardPosition, ours: str, theirs: str) -> 
 def _experts(
     model: ModelShape, position: ShardPosition, ours: str, theirs: str, kernels: LayerKernels
 ) -> Iterator[MappedParameter]:
-    """Map the router, and the matrices of this rank's experts, whose rows tensor ranks split.
+    """Map the router, and the matrices of this rank's experts and the shared ones, whose rows ranks split.
 
     They are stacked, but for Transformer Engine, which has a parameter for each expert.
     """
     experts, hidden = model.experts, model.hidden
     assert experts is not None
     yield _whole(f"{ours}router.weight", f"{theirs}gate.weight", (experts.num, hidden))
+    if experts.shared:
+        shared = f"{ours}shared_experts.", f"{theirs}shared_experts."
+        yield from _mlp(model, experts.shared, position, *shared)
     size = experts.num // position.num_expert
     local = (position.expert * size, (position.expert + 1) * size)
     span = position.local_span(experts.intermediate)
@@ -316,13 +444,15 @@ def _experts(
         shape = (stack[1] - stack[0], hidden, rows)
         return MappedParameter(f"{ours}experts.{name}", shape, (part,), is_expert=True, is_one_expert=of_te)
 
-    if not of_te:
+    if of_te:
+        each = [(expert, expert + 1) for expert in range(*local)]
+        yield from (gate_up(f"linear_fc1.weight{i}", one) for i, one in enumerate(each))
+        yield from (down(f"linear_fc2.weight{i}", one) for i, one in enumerate(each))
+    else:
         yield gate_up("gate_up", local)
         yield down("down", local)
-        return
-    each = [(expert, expert + 1) for expert in range(*local)]
-    yield from (gate_up(f"linear_fc1.weight{i}", one) for i, one in enumerate(each))
-    yield from (down(f"linear_fc2.weight{i}", one) for i, one in enumerate(each))
+    if experts.has_router_bias:
+        yield _whole(f"{ours}router.score_bias", f"{theirs}gate.{SCORE_BIAS}", (experts.num,))
 
 
 def _whole(name: str, tensor: str, shape: tuple[int, ...]) -> MappedParameter:
@@ -349,12 +479,12 @@ def _columns(
 
 
 def _gate_up(
-    model: ModelShape, position: ShardPosition, ours: str, theirs: str, kind: str, rest: tuple[int, ...]
+    intermediate: int, position: ShardPosition, ours: str, theirs: str, kind: str, rest: tuple[int, ...]
 ) -> MappedParameter:
     """Map rows of the gate, then the same rows of the up projection; `rest` is the shape of a row."""
-    span = position.local_span(model.intermediate)
-    gate = TensorPart(f"{theirs}gate_proj.{kind}", (model.intermediate, *rest), 0, span, 0)
-    up = TensorPart(f"{theirs}up_proj.{kind}", (model.intermediate, *rest), 0, span, gate.length)
+    span = position.local_span(intermediate)
+    gate = TensorPart(f"{theirs}gate_proj.{kind}", (intermediate, *rest), 0, span, 0)
+    up = TensorPart(f"{theirs}up_proj.{kind}", (intermediate, *rest), 0, span, gate.length)
     return MappedParameter(ours + kind, (2 * gate.length, *rest), (gate, up))
 
 

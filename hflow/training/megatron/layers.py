@@ -17,7 +17,8 @@ from megatron.core.tensor_parallel.layers import (
 )
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import gelu, rms_norm, silu
+from typing_extensions import override
 
 
 class RepeatedQkv(nn.Module):
@@ -127,14 +128,38 @@ class RMSNorm(nn.Module):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6) -> None:
         """Take the arguments of megatron's layer specs; `config` is its `TransformerConfig`."""
         super().__init__()
-        self.eps = eps
+        self.eps, self.is_centred = eps, config.layernorm_zero_centered_gamma
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
         # With sequence parallelism each tensor rank has a part of the tokens, so gradients must be summed.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last axis."""
-        return rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(x.dtype) * self.weight
+        normal = rms_norm(x.float(), x.shape[-1:], eps=self.eps)
+        if self.is_centred:
+            return (normal * (1.0 + self.weight.float())).to(x.dtype)
+        return normal.to(x.dtype) * self.weight
+
+
+class NormedSum(nn.Module):
+    """Adds the output of attention or an MLP to the residual, after a norm of its own (Gemma).
+
+    It has the interface of megatron's `self_attn_bda` and `mlp_bda`.
+    """
+
+    def __init__(self, config: Any) -> None:
+        """Take megatron's `TransformerConfig`."""
+        super().__init__()
+        self.norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, training: bool, is_fused: bool) -> Callable[..., Tensor]:
+        """Return the function that adds; the arguments are for dropout and kernels."""
+        return self._add
+
+    def _add(self, output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+        output, bias = output_and_bias
+        normal: Tensor = self.norm(output if bias is None else output + bias)
+        return residual + normal
 
 
 class GatedSilu(nn.Module):
@@ -149,21 +174,30 @@ class GatedSilu(nn.Module):
         return gated_silu(x, None)
 
 
-class _GatedSilu(torch.autograd.Function):
+class GatedGelu(GatedSilu):
+    """The same with GELU, in its approximation by tanh, in place of SiLU."""
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        return gated_gelu(x, None, True)
+
+
+class _Gated(torch.autograd.Function):
     """Keeps its input, and computes what the gradient needs of it again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weights: Tensor | None, is_gelu: bool = False) -> Tensor:
         ctx.save_for_backward(x, weights)
+        ctx.is_gelu = is_gelu
         gate, up = x.chunk(2, dim=-1)
-        out = silu(gate).mul_(up)
+        out = (gelu(gate, approximate="tanh") if is_gelu else silu(gate)).mul_(up)
         return out if weights is None else out.mul_(weights[:, None])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weights = ctx.saved_tensors
         gate, up = x.chunk(2, dim=-1)
-        activated = silu(gate)
+        activated = gelu(gate, approximate="tanh") if ctx.is_gelu else silu(gate)
         of_weights = None
         if weights is not None:
             of_weights = (activated * up).mul_(grad).sum(-1)
@@ -172,10 +206,15 @@ class _GatedSilu(torch.autograd.Function):
         of_gate, of_up = of_input.chunk(2, dim=-1)
         torch.mul(grad, activated, out=of_up)
         of_activated = torch.mul(grad, up, out=activated)
-        torch.ops.aten.silu_backward(of_activated, gate, grad_input=of_gate)
-        return of_input, of_weights
+        if ctx.is_gelu:
+            torch.ops.aten.gelu_backward(of_activated, gate, approximate="tanh", grad_input=of_gate)
+        else:
+            torch.ops.aten.silu_backward(of_activated, gate, grad_input=of_gate)
+        return of_input, of_weights, None
 
 
-gated_silu: Callable[[Tensor, Tensor | None], Tensor] = _GatedSilu.apply
+gated_gelu: Callable[[Tensor, Tensor | None, bool], Tensor] = _Gated.apply
+"""Compute as `gated_silu`, with GELU if the last argument is true."""
+gated_silu: Callable[[Tensor, Tensor | None], Tensor] = _Gated.apply
 """Compute silu(gate) * up of `[..., 2 F]`, gate first: `[..., F]`. With weights, `[R]` for an input
 `[R, 2 F]`, each row is multiplied by its own."""

@@ -12,7 +12,8 @@ from hflow.planner.forecast.memory import activations
 from hflow.planner.forecast.memory.parts import Items, MicroBatch, item, largest
 from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
 from hflow.planner.plan.forecast import MemoryCategory
-from hflow.shapes.model_shape import expert_layers, mean_mlp_rows
+from hflow.shapes.layout import stage_layers
+from hflow.shapes.model_shape import GATES_AND_UPS, expert_layers, mean_mlp_rows, undivided_parameters
 
 NUM_MLP = 3
 """What an MLP keeps of gate, up, the activated gate and their product: all but the third (`layers.py`)."""
@@ -58,6 +59,9 @@ def train_step(rank: Rank, batch: MicroBatch) -> Items:
 def infer_step(rank: Rank, batch: MicroBatch) -> Items:
     """Return the peak of an infer node beyond the model state."""
     layer = activations.layer_without_gradient(rank, batch.tokens, pads=batch.pads, repeated=batch.repeated)
+    layer += activations.added_by_adapter(rank, batch.tokens, GATES_AND_UPS)
+    if rank.shape.experts is not None:  # tokens as they were sent, and by expert
+        layer += rank.width * rank.shape.experts.per_token * rank.shape.hidden * batch.tokens
     weights = _fp8_weights(rank, num_layers=1, num_layouts=1)
     measured = item(MemoryCategory.BUFFERS, activations.measured_matrix(rank), activations.MEASURED)
     moments = [item(MemoryCategory.ACTIVATIONS, layer) + weights + measured]
@@ -99,6 +103,11 @@ def _train_moments(rank: Rank, batch: MicroBatch) -> Iterator[Items]:
     yield in_layers + item(MemoryCategory.ACTIVATIONS, recomputed) + buffers
     largest_gradient = rank.width * max(rank.trained.embedding, rank.trained.output)
     yield in_layers + item(MemoryCategory.GRADIENTS, largest_gradient)
+    if rank.adapts and rank.token_share > 1:
+        layout = rank.replica.layout
+        layers = stage_layers(rank.shape.num_layers, layout.pipe)[rank.stage]
+        whole = undivided_parameters(rank.trained_shape, *layers, layout.expert)
+        yield item(MemoryCategory.BUFFERS, FP32_BYTES * whole, "gradients being summed")
     step = FP32_BYTES * rank.optimizer_share(1, 1)
     updates = item(MemoryCategory.BUFFERS, rank.update_buffers, "updates of weights")
     yield item(MemoryCategory.OPTIMIZER, step, "optimizer buffers") + updates

@@ -39,9 +39,10 @@ from hflow.models.packed_attention import PackedLayout
 from hflow.models.settings import ModelSettings
 from hflow.shapes.model_shape import ModelShape, adapted_shape, adapter_targets
 from hflow.training.fsdp.build import HEADS, check_choice
-from hflow.training.loop.logprobs import OutputMatrix
-from hflow.training.megatron.adapters import add_adapters, set_magnitudes
-from hflow.training.megatron.attention import PackedInputs, rotary_frequencies
+from hflow.training.loop.kept_sets import KeptSets
+from hflow.training.loop.logprobs import MatrixLogits, OutputMatrix
+from hflow.training.megatron.adapters import OutputMatrixAdapter, add_adapters, set_magnitudes
+from hflow.training.megatron.attention import PackedInputs, Rotary, rotaries_of
 from hflow.training.megatron.checkpoint_reader import load_parameters, open_weights
 from hflow.training.megatron.config import block_spec, transformer_config
 from hflow.training.megatron.context_parallel import RowDivision
@@ -49,12 +50,11 @@ from hflow.training.megatron.experts import inform_routers
 from hflow.training.megatron.hf_mapping import (
     MappedParameter,
     ShardPosition,
-    adapted_linears,
     padded_vocab_size,
     rank_parameters,
 )
 from hflow.training.megatron.parallel_state import ParallelState
-from hflow.training.megatron.supported_models import supported_shape
+from hflow.training.megatron.supported_models import LayerMath, supported_shape
 from hflow.types.kernels import FP8_NEEDS, Fp8Recipe, LayerKernels
 
 _RNG = "model-parallel-rng"
@@ -67,7 +67,7 @@ class Stage:
 
     module: GPTModel
     """Called with `inputs(...)`. Returns the input of the next stage. The last stage returns hidden states
-    `[U, D]`, the same on all tensor ranks, for `output_matrix` or the scalar `output_layer`. With context
+    `[U, D]`, the same on all tensor ranks, for `logits` or the scalar `output_layer`. With context
     parallelism, U is the number of the rank's own rows, everywhere in this module."""
     config: TransformerConfig
     hf_config: PreTrainedConfig
@@ -80,8 +80,7 @@ class Stage:
     device: torch.device
     parameters: tuple[MappedParameter, ...]
     """The parameters that training changes, with the blocks of HF tensors that each holds."""
-    frequencies: Tensor
-    """Frequencies of the rotary embedding, `[E / 2]`."""
+    rotaries: tuple[Rotary, ...]
     kernels: LayerKernels
     """What computes the layers, on which the names of the parameters depend."""
 
@@ -116,6 +115,12 @@ class Stage:
         return rank_parameters(self.trained_shape, position, self.kernels)
 
     @property
+    def optimized_shapes(self) -> dict[str, tuple[int, ...]]:
+        """HF name -> shape of each tensor of the whole model that has a gradient in training."""
+        rows = (row for row in self.parameters_at(ShardPosition()) if not row.is_score_bias)
+        return {part.tensor: part.shape for row in rows for part in row.parts}
+
+    @property
     def whole(self) -> Stage:
         """The stage as if all of its weights but adapters were trained, by which they are read and saved."""
         parameters = rank_parameters(self.shape, self.parallel.shard_position, self.kernels)
@@ -143,7 +148,7 @@ class Stage:
         if division is not None:
             input_ids, position_ids = input_ids[division.rows], position_ids[division.rows]
         packed = PackedInputs.of(
-            layout, position_ids, self.frequencies, self.dtype, division, replayed, balanced
+            layout, position_ids, self.rotaries, self.dtype, division, replayed, balanced
         )
         num_padding = -len(input_ids) % self.row_multiple
         return {
@@ -187,26 +192,36 @@ class Stage:
         first = self.parallel.t * num_rows if self.token_share > 1 else 0
         return padded[first : first + num_rows]
 
-    @property
-    def output_matrix(self) -> OutputMatrix:
-        """The rank's rows of the output matrix, on the last stage.
+    def logits(self, hidden: Tensor, temperature: float = 1.0, kept: KeptSets | None = None) -> MatrixLogits:
+        """Return the logits of hidden states `[N, D]`, on the last stage.
 
         Gradients of the hidden states are summed over the tensor ranks in the model's own backward pass.
+
+        Args:
+            hidden: the rows that need logits.
+            temperature: logits are divided by it.
+            kept: the tokens that each row's distribution is over; None: all.
         """
         if self.shape.is_tied:
             weight = self.module.shared_embedding_or_output_weight()
         else:
             weight = self.module.output_layer.weight
         num_valid = min(max(self.shape.vocab - self.vocab_start, 0), self.vocab_rows)
-        return OutputMatrix(weight, None, self.vocab_start, num_valid, self.parallel.groups.tp)
+        adapter = self.module.output_layer._modules.get("adapters")
+        low = b = None
+        if isinstance(adapter, OutputMatrixAdapter):
+            low, b = adapter.factors(hidden)
+        matrix = OutputMatrix(weight, None, self.vocab_start, num_valid, self.parallel.groups.tp, b)
+        return MatrixLogits(hidden, matrix, temperature, kept, low)
 
     def zero_loss(self, hidden: Tensor) -> Tensor:
         """Return a loss of 0 whose backward pass gives all weights gradients, of 0, on the last stage.
 
         Gradients of a bucket are summed over data ranks once all of its weights have theirs.
         """
-        head = self.output_matrix.logits if self.head == "lm" else self.module.output_layer
-        zero: Tensor = head(hidden[:0]).sum()
+        if self.head == "lm":
+            return self.logits(hidden[:0]).whole().sum()
+        zero: Tensor = self.module.output_layer(hidden[:0]).sum()
         return zero
 
 
@@ -238,7 +253,7 @@ def build_stage(settings: ModelSettings, parallel: ParallelState, owner: Stage |
     set_magnitudes(stage.module)
     stage.module.requires_grad_(False)
     for row in stage.parameters:
-        tensors[row.name].requires_grad_(settings.trainable)
+        tensors[row.name].requires_grad_(settings.trainable and not row.is_score_bias)
     return stage
 
 
@@ -256,11 +271,12 @@ def _uninitialized_stage(
         _check_recipe(settings.name, Fp8Recipe(settings.fp8))
     _init_megatron_state(kernels)
     device, dtype = local_device(settings.device), DTYPES[settings.dtype]
-    config = transformer_config(shape, hf_config.rms_norm_eps, settings, dtype, parallel)
+    math = LayerMath.of(hf_config)
+    config = transformer_config(shape, math, settings, dtype, parallel)
     with torch.device(device), parameters_on_meta() if has_base else nullcontext():
         module = _PackedModel(
             config,
-            block_spec(shape, parallel, kernels, normalizes=getattr(hf_config, "norm_topk_prob", True)),
+            block_spec(config, shape, math, parallel, kernels),
             vocab_size=padded_vocab_size(shape.vocab, parallel.tensor),
             max_sequence_length=hf_config.max_position_embeddings,
             pre_process=parallel.is_first_stage,
@@ -282,24 +298,33 @@ def _uninitialized_stage(
         targets = lora.chosen(adapter_targets(shape))
         trained = adapted_shape(shape, lora.r, targets, has_magnitudes=lora.dora)
         with torch.device(device):
-            add_adapters(module, adapted_linears(trained, position, kernels), lora.scale)
+            add_adapters(module, trained, position, kernels, lora.scale)
     if parallel.is_first_stage:
-        module.embedding.register_forward_hook(partial(_prepare_embedded, needs_gradient=lora is not None))
+        module.embedding.register_forward_hook(
+            partial(_prepare_embedded, scale=math.embedding_scale, needs_gradient=lora is not None)
+        )
     parameters = rank_parameters(trained, position, kernels)
-    frequencies = rotary_frequencies(hf_config, shape.head_dim).to(device)
+    rotaries = tuple(
+        rotary._replace(frequencies=rotary.frequencies.to(device))
+        for rotary in rotaries_of(hf_config, shape.latent.rope if shape.latent else shape.head_dim)
+    )
     return Stage(
-        module, config, hf_config, shape, trained, parallel, dtype, device, parameters, frequencies, kernels
+        module, config, hf_config, shape, trained, parallel, dtype, device, parameters, rotaries, kernels
     )
 
 
-def _prepare_embedded(embedding: nn.Module, args: object, output: Tensor, *, needs_gradient: bool) -> Tensor:
-    """Return embedded tokens `[U', 1, D]` with the strides of a new tensor.
+def _prepare_embedded(
+    embedding: nn.Module, args: object, output: Tensor, *, scale: float, needs_gradient: bool
+) -> Tensor:
+    """Return embedded tokens `[U', 1, D]` with the strides of a new tensor, multiplied by a factor.
 
     Megatron has transposed them, and torch would multiply rows with such strides by a frozen matrix one at a
     time, each with a copy of it. A frozen embedding's output gets a gradient, as without one a recomputed
     layer would have none for its adapters.
     """
     embedded = output.flatten(0, 1).unsqueeze(1)
+    if scale != 1.0:
+        embedded = embedded * torch.tensor(scale, dtype=embedded.dtype)  # rounded, as in transformers
     return embedded.requires_grad_() if needs_gradient and torch.is_grad_enabled() else embedded
 
 

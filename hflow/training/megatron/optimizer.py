@@ -31,7 +31,6 @@ from hflow.models.settings import ModelSettings
 from hflow.shapes.model_shape import MAGNITUDE
 from hflow.training.gradient_norm import total_norm
 from hflow.training.megatron.checkpoint_reader import load_parameters, open_weights
-from hflow.training.megatron.hf_mapping import ShardPosition
 from hflow.training.megatron.hf_ranges import range_blocks
 from hflow.training.megatron.model import Stage
 from hflow.training.optimizers.interface import NamedWeight, StepOptimizer
@@ -59,7 +58,7 @@ class MegatronOptimizer(StepOptimizer):
         """The stage's module with its gradient buffers, through which forward and backward passes run."""
         self._parts = self._distributed_optimizers(stage)
         """Optimizers of the weights that all data ranks have, and of the experts that expert ranks divide."""
-        self._all_ranks = stage.parallel.group
+        self._all_ranks, self._device = stage.parallel.group, stage.device
         self.ranges = updated_ranges(stage, self._parts)
         """Parameter name -> the range that this rank updates."""
         self.master_weights = separate_master_weights(stage, self.ranges)
@@ -95,7 +94,7 @@ class MegatronOptimizer(StepOptimizer):
             part.prepare_grads()
             gradients += part.get_main_grads_for_grad_norm()
         # Megatron's own function waits once for each tensor where neither Apex nor Transformer Engine is.
-        return total_norm(gradients, self.module.buffers[0].grad_data.device, self._all_ranks)
+        return total_norm(gradients, self._device, self._all_ranks)
 
     def step(self, norm: float) -> None:
         """Clip by the norm of `gradient_norm`, update, and begin to gather the weights; a collective."""
@@ -140,8 +139,7 @@ class MegatronOptimizer(StepOptimizer):
         """Return separate master weights, and the optimizer's state, if it is on their device."""
         masters = [master.shard for master in self.master_weights.values()]
         states = (state for part in self._parts for state in part.optimizer.state.values())
-        device = self.module.buffers[0].grad_data.device
-        return [*masters, *(x for state in states for x in state.values() if x.device == device)]
+        return [*masters, *(x for state in states for x in state.values() if x.device == self._device)]
 
     def gradients(self) -> list[Tensor]:
         """Return the buffers of gradients, whose values count within a minibatch only."""
@@ -195,10 +193,8 @@ class MegatronOptimizer(StepOptimizer):
             for name, weight in stage.module.named_parameters()
             if id(weight) in buffered
         ]
-        whole_model = stage.parameters_at(ShardPosition())
-        names = {part.tensor for parameter in whole_model for part in parameter.parts}
         keys = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
-        groups = [group | keys for group in self._groups(weights, names)]
+        groups = [group | keys for group in self._groups(weights, stage.optimized_shapes)]
         config = OptimizerConfig(
             optimizer="adam",
             lr=optim.lr,

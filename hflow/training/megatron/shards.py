@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hflow.base.durable_files import WriteFiles
 from hflow.models.host_copy import HostCopies
-from hflow.training.megatron.hf_mapping import MappedParameter, ShardPosition
+from hflow.training.megatron.hf_mapping import MappedParameter
 from hflow.training.megatron.hf_ranges import range_blocks
 from hflow.training.megatron.model import Stage
 from hflow.training.megatron.optimizer import MegatronOptimizer
@@ -37,11 +37,11 @@ def copy_stage_shards(
 
 def load_stage_shards(stage: Stage, optimizer: MegatronOptimizer | None, directory: Path) -> None:
     """Load weights, and of a trainable model the optimizer's state, from a sharded checkpoint."""
-    whole_model = stage.parameters_at(ShardPosition())
-    shapes = {part.tensor: part.shape for parameter in whole_model for part in parameter.parts}
+    shapes = stage.optimized_shapes
     with open_shards(directory, _info(stage, optimizer), shapes) as reader:
         for block in held_blocks(stage):
-            reader.fill(block.tensor, block.box, block.values)
+            if block.tensor in shapes:
+                reader.fill(block.tensor, block.box, block.values)
         if optimizer is not None:
             for state in _states(stage.parameters, optimizer, are_read=True):
                 for kind in reader.info.kinds_of(state.tensor, len(state.shape)):
@@ -54,7 +54,10 @@ def _info(stage: Stage, optimizer: MegatronOptimizer | None) -> CheckpointInfo:
 
 
 def _written_parameters(stage: Stage) -> list[MappedParameter]:
-    """Return the parameters that this rank writes. Tensor ranks with the same blocks take turns."""
+    """Return the parameters that this rank writes. Tensor ranks with the same blocks take turns.
+
+    Biases of routers, which have no optimizer, are in the model's Hugging Face files alone.
+    """
     parallel = stage.parallel
     by_rank = [
         stage.parameters_at(parallel.shard_position_of(parallel.p, parallel.e, t))
@@ -65,6 +68,8 @@ def _written_parameters(stage: Stage) -> list[MappedParameter]:
         local_version = versions[parallel.t]
         holders = [t for t, other in enumerate(versions) if other.parts == local_version.parts]
         is_on_other_stage = all(other.is_copy for other in versions)
+        if local_version.is_score_bias:
+            continue
         if not is_on_other_stage and holders[index % len(holders)] == parallel.t:
             written.append(local_version)
     return written

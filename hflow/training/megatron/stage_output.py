@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from hflow.training.loop.inputs import PackedBatch
-from hflow.training.loop.logprobs import MatrixLogits
 from hflow.training.loop.output import LmOutput, ScalarOutput
 from hflow.training.megatron.context_parallel import DividedLogits, RowDivision
 from hflow.training.megatron.model import Stage
@@ -39,7 +38,7 @@ def stage_output(
         return ScalarOutput(packed.expand(scalars), packed, stage.head, padding_id)
     predictors = packed.computed_rows(packed.targets - 1) if division is None else division.learned_rows
     kept = packed.kept if division is None or packed.kept is None else packed.kept.take(division.learned_here)
-    logits = MatrixLogits(hidden.index_select(0, predictors), stage.output_matrix, temperature, kept)
+    logits = stage.logits(hidden.index_select(0, predictors), temperature, kept)
     if division is None:
         return LmOutput(logits, packed, requested)
     return LmOutput(DividedLogits(logits, division, len(packed.targets)), packed, requested)

@@ -17,6 +17,7 @@ import torch
 import transformer_engine.pytorch as te
 from megatron.core.extensions.transformer_engine import (
     TEColumnParallelGroupedLinear,
+    TEColumnParallelLinear,
     TENorm,
     TERowParallelGroupedLinear,
 )
@@ -29,7 +30,7 @@ from torch.nn.functional import linear
 from hflow.training.megatron.layers import gated_silu
 from hflow.types.kernels import FP8_NEEDS, Fp8Recipe
 
-__all__ = ["SeparateExperts", "TENorm", "layer_spec", "recipe_problem"]
+__all__ = ["SeparateExperts", "TEColumnParallelLinear", "TENorm", "layer_spec", "recipe_problem"]
 
 
 def recipe_problem(recipe: Fp8Recipe) -> str:

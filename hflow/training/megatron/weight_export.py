@@ -56,7 +56,8 @@ def named_weights(
 
     Args:
         stage: this rank's.
-        dtype: the dtype of the tensors; the stage's by default. Weights are cast before they are sent.
+        dtype: the dtype of the tensors but biases of routers, which are fp32; the stage's by default. Weights
+            are cast before they are sent.
         values: parameter name -> tensor of its shape, to use in place of the parameters.
         receiver_of: HF name -> the rank of the replica that needs the tensor, to which alone it is yielded;
             None: every rank needs all.
@@ -70,7 +71,8 @@ def named_weights(
                 continue
             is_receiver = stage.parallel.rank in receivers
             parameters = [versions for together in bucket for versions in together]
-            gathered = iter(_gather_bucket(stage, p, parameters, values, dtype, is_receiver))
+            sent = torch.float32 if bucket[0][0][0].is_score_bias else dtype
+            gathered = iter(_gather_bucket(stage, p, parameters, values, sent, is_receiver))
             for together in bucket if is_receiver else ():
                 for name, tensor in _assemble([(versions, next(gathered)) for versions in together]):
                     if receiver_of is None or receiver_of(name) == stage.parallel.rank:
@@ -96,7 +98,7 @@ def _tensors(versions: ByShard) -> frozenset[str]:
 def _buckets(stage: Stage, p: int, dtype: torch.dtype) -> Iterator[list[Together]]:
     """Yield the parameters of a pipeline stage in buckets, without copies of another stage's parameters.
 
-    Experts have buckets of their own.
+    Experts have buckets of their own, and so have biases of routers.
     """
     parallel = stage.parallel
     by_rank = [
@@ -113,7 +115,7 @@ def _buckets(stage: Stage, p: int, dtype: torch.dtype) -> Iterator[list[Together
     for _, rows in groupby(originals, _tensors):
         together = tuple(rows)
         size = sum(math.prod(versions[0].shape) for versions in together) * dtype.itemsize
-        is_other_kind = bucket and bucket[0][0][0].is_expert != together[0][0].is_expert
+        is_other_kind = bucket and _kind(bucket[0]) != _kind(together)
         if bucket and (is_other_kind or num_bytes + size > BUCKET_BYTES):
             yield bucket
             bucket, num_bytes = [], 0
@@ -121,6 +123,11 @@ def _buckets(stage: Stage, p: int, dtype: torch.dtype) -> Iterator[list[Together
         num_bytes += size
     if bucket:
         yield bucket
+
+
+def _kind(together: Together) -> tuple[bool, bool]:
+    row = together[0][0]
+    return row.is_expert, row.is_score_bias
 
 
 def _gather_bucket(

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hflow.base.devices import is_gpu
+from hflow.planner.plan.optimizers import CHUNK, CPU_CHUNK
+
 
 class BaseOptimizer(torch.optim.AdamW, abc.ABC):
     """An optimizer that counts steps once per group of parameters, as fused kernels do.
@@ -55,3 +58,8 @@ class BaseOptimizer(torch.optim.AdamW, abc.ABC):
         if not state:
             state.update({name: torch.zeros_like(weight, dtype=dtype) for name in names})
         return tuple(state[name] for name in names)
+
+
+def chunk_size(device: torch.device) -> int:
+    """Return the most entries of a weight that are updated at once on a device."""
+    return CHUNK if is_gpu(device.type) else CPU_CHUNK

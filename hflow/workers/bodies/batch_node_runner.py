@@ -30,15 +30,8 @@ Metrics = dict[str, float]
 class BatchNodeRunner:
     """Reads a node's inputs from the store, runs it by its verb, and stores its outputs.
 
-    Args:
-        plan: says which fields a node reads and which replica it uses.
-        programs: all nodes.
-        store: the worker's samples.
-        backends: replica -> its shard on this worker.
-        computes: runs per-sample and per-group bodies that are scheduled on a batch.
-        states: node -> JSON of the `State` with which it continues.
-        seed: the run's seed, for what bodies draw.
-        hosted: index of this worker, or of all workers in this process.
+    `computes` runs bodies per sample or group that are scheduled on a batch. `hosted` is the index of this
+    worker, or those of all workers in this process.
 
     Attributes:
         skipped: samples of the updates that the last node skipped, as their gradient was not finite.
@@ -206,9 +199,6 @@ class NodeStates:
     """The `State` of every node on this worker, stored as JSON between two calls of the node.
 
     A body works on a copy, so what a failed call wrote is lost.
-
-    Args:
-        texts: node -> JSON of its state in the run that is continued.
     """
 
     def __init__(self, texts: Mapping[str, str]) -> None:

@@ -72,10 +72,7 @@ def body_call(body: Callable[..., Any], node: str, key: int) -> Iterator[None]:
 
     If the block raises, the traceback is added to what was printed, from the body on.
 
-    Args:
-        body: the body.
-        node: the name of the node.
-        key: the sample or group that the body is called for; of a batch node, the step.
+    `key` is the sample or group that the body is called for; of a batch node, the step.
     """
     call = _Call(node, key)
     token = _call.set(call)
@@ -103,9 +100,7 @@ def _traceback(error: BaseException, body: Callable[..., Any]) -> str:
 class BodyOutput:
     """Takes what bodies in this process write to the standard streams, until it is closed.
 
-    Args:
-        sink: takes the lines.
-        is_echoed: write everything to the streams as well, at once, as a debugger's terminal needs it.
+    `is_echoed` writes everything to the streams as well, at once, as a debugger's terminal needs it.
     """
 
     def __init__(self, sink: LineSink, is_echoed: bool = False) -> None:
@@ -167,7 +162,6 @@ class _BodyStream:
         self._is_echoed = is_echoed
 
     def write(self, text: str) -> int:
-        """Write text, and return its length."""
         call = _call.get()
         if call is not None:
             call.write(text, self._sink)
@@ -176,7 +170,6 @@ class _BodyStream:
         return len(text)
 
     def writelines(self, lines: Sequence[str]) -> None:
-        """Write texts."""
         for line in lines:
             self.write(line)
 
@@ -190,10 +183,7 @@ class _BodyStream:
 
 
 class BodyPipe:
-    """A pipe through which child processes send lines.
-
-    Args:
-        sink: takes the lines, on a thread of the pipe or in `drain`.
+    """A pipe through which child processes send lines to a sink, called on a thread of it or in `drain`.
 
     Attributes:
         writer: the end of the children, to be passed to them as they start.

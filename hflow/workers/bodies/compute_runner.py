@@ -43,16 +43,8 @@ SAMPLE_RELEASED = "its sample was released"
 class ComputeRunner:
     """Binds the inputs of bodies, calls them in the pool, and stores what they return.
 
-    Args:
-        programs: the compute nodes that are called per sample or per group. They may be scheduled per
-            sample, or on a formed batch (`run_on_batch`).
-        store: where inputs are read and outputs are stored.
-        num_processes: processes of the pool.
-        seed: the run's seed, for what bodies draw.
-        on_retry: called when a call failed that is made again.
-        on_error: called with an exception that ends the run.
-        on_span: called with the time from when calls were queued together to the last of their results.
-        on_lines: called with what bodies printed in processes of the pool.
+    The programs are called per sample or per group, as samples come or on a formed batch (`run_on_batch`).
+    `on_span` receives the time from when calls were queued together to the last of their results.
     """
 
     def __init__(

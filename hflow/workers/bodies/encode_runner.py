@@ -25,13 +25,6 @@ class EncodeRunner:
     A body that raises, or returns something else than it declares, refuses its sample. A `DataError` ends the
     run where the body reads a dataset row, as the data is wrong; where it reads what a model wrote, it only
     refuses the sample.
-
-    Args:
-        plan: says which streams the nodes open.
-        programs: the encode nodes.
-        store: where samples are stored.
-        tokenizers: model -> its tokenizer, used by this thread only.
-        on_error: called with an exception that ends the run.
     """
 
     def __init__(

@@ -76,15 +76,9 @@ class PoolBody:
 class Pool:
     """Runs jobs, and reports their results from a thread of its own.
 
-    Args:
-        bodies: node name -> body.
-        num_processes: processes for synchronous bodies; one more is for asynchronous ones. 0: bodies run in
-            this process, on the pool's thread.
-        seed: the run's seed; what a body draws depends on it, and on what the body is called for.
-        on_results: called with the results of jobs that finished at the same time.
-        on_retry: called when a job failed that is tried again.
-        on_error: called with an exception after which the pool cannot continue.
-        on_lines: called with what bodies printed in processes of the pool.
+    With 0 processes for synchronous bodies, all run in this process, on that thread; else one more is for
+    asynchronous ones. `on_results` receives jobs that finished at the same time, `on_retry` one that is tried
+    again, and `on_error` an exception after which the pool cannot continue.
     """
 
     def __init__(
@@ -190,12 +184,9 @@ class Pool:
         calls: Mapping[int, Mapping[str, Any]],
         lengths: Mapping[int, tuple[int, ...]] | None = None,
     ) -> None:
-        """Queue calls of a node's body.
+        """Queue calls of a node's body, by key.
 
-        Args:
-            node: the node.
-            calls: key -> keyword arguments.
-            lengths: key -> the number of tokens of each sample of the call; None: the body declares nothing.
+        `lengths` is key -> the number of tokens of each sample of the call; None: the body declares nothing.
         """
         timeout, lengths = self._bodies[node].timeout, lengths or {}
         self._inbox.put(

@@ -111,14 +111,8 @@ def load_bodies(
 ) -> None:
     """Load the bodies of nodes and set them up; the pool calls this once in every process.
 
-    Args:
-        pickled: node -> its body.
-        seed: the run's seed.
-        returns: node -> what its body declares to return.
-        writer: where what bodies print is sent; None: this is the worker's own process, in which a debugger
-            can use the terminal.
-        levels: what the worker's process logs.
-        services: the remote services that bodies may call.
+    Without a writer for what bodies print, this is the worker's own process, in which a debugger can use the
+    terminal. `levels` are those that the worker's process logs.
     """
     _child.is_debugged = writer is None
     if writer is not None:
@@ -188,14 +182,9 @@ def run_isolated(job: Job) -> bytes:
 
 
 def run_async(jobs: Sequence[Job], cancelled: Sequence[JobId] = ()) -> bytes:
-    """Start jobs on this process's event loop, and wait until any running job ends or the step is over.
+    """Start jobs on this process's event loop and cancel others, and wait until one ends or the step is over.
 
-    Args:
-        jobs: jobs to start.
-        cancelled: running jobs to stop.
-
-    Returns:
-        The pickled results of the jobs that ended. The others continue in the next call.
+    Returns the pickled results of the jobs that ended. The others continue in the next call.
     """
     loop = _loop()
     _child.running |= {job.id: loop.create_task(_await(job)) for job in jobs}

@@ -108,11 +108,7 @@ class FinishedCall:
 
 
 class PoolLane(abc.ABC):
-    """A queue of jobs in front of processes. Used by the pool's thread only.
-
-    Args:
-        on_return: called with every call that ended, from any thread.
-    """
+    """A queue of jobs in front of processes. Only the pool's thread uses it; any may call `on_return`."""
 
     def __init__(self, on_return: Callable[[FinishedCall], None]) -> None:
         self._on_return = on_return
@@ -239,11 +235,7 @@ class SyncLane(SharedLane):
     Sending a message costs more than running most bodies, so jobs are sent in chunks. A chunk that does not
     return soon is killed, so that no job waits for a slow one in the same chunk.
 
-    Args:
-        start_pool: starts the process pool.
-        num_processes: the lane's number of processes.
-        concurrency: node -> most jobs of it that run at the same time.
-        on_return: called with every call that ended, from any thread.
+    `concurrency` is node -> most jobs of it that run at the same time.
     """
 
     def __init__(
@@ -311,11 +303,6 @@ class AsyncLane(SharedLane):
     Each step sends new jobs to the event loop and returns the results of those that ended; the others
     remain in the loop. At most one step is under way. If a body blocks the loop or ends the process,
     all jobs that ran there are lost.
-
-    Args:
-        start_pool: starts a pool of one process.
-        concurrency: node -> most jobs of it that run at the same time.
-        on_return: called with every call that ended, from any thread.
     """
 
     def __init__(
@@ -391,12 +378,6 @@ class IsolatedLane(PoolLane):
 
     Processes are started as they are needed, with some time between two starts: most jobs that come here
     are not slow themselves but shared a process with a slow one, and soon leave their process to the next.
-
-    Args:
-        start_process: starts a pool of one process.
-        concurrency: node -> most jobs of it that run at the same time.
-        async_nodes: nodes whose bodies are asynchronous.
-        on_return: called with every call that ended, from any thread.
     """
 
     def __init__(

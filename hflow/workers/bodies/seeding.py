@@ -18,10 +18,7 @@ def seed_generators(seed: int, node: str, *key: int) -> None:
 
     A library that is not imported yet is left alone, so bodies import numpy and torch at the top of a file.
 
-    Args:
-        seed: the run's.
-        node: name of the node.
-        *key: what its body is called for: the sample or group, or the step and the data rank.
+    The key is what a body is called for: the sample or group, or the step and the data rank.
     """
     name = "/".join(map(str, (seed, node, *key)))
     number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")

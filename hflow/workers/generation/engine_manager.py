@@ -28,13 +28,8 @@ class EngineManager:
     Engines that share devices with training start asleep, before they have weights. An engine with devices of
     its own only pauses.
 
-    Args:
-        plan: says which weight route each engine has.
-        drivers: generation replica -> its engine on this worker.
-        backends: training replica -> its shard on this worker.
-        sharing: generation replicas whose engine uses the trainer's own storage.
-        episodes: the episodes, whose timeouts pause while an engine sleeps.
-        on_span: called with the span of each weight update and of each time that an engine was awake.
+    Engines of replicas in `sharing` use the trainer's own storage. Timeouts of episodes pause while an engine
+    sleeps. `on_span` receives each weight update and each time that an engine was awake.
     """
 
     def __init__(
@@ -80,19 +75,15 @@ class EngineManager:
     def load_weights(
         self, replica: str, version: int, incoming: Sequence[IncomingWeights] | None
     ) -> LoadedWeights | None:
-        """Give a stopped engine the weights of a version. Its KV cache remains free until it wakes.
+        """Give a stopped engine the weights of a version, and return what it loaded, if anything.
 
         What was sent is loaded also by an engine that has the version: another engine of the replica, which
         was replaced, may need it as a member of the same broadcast.
 
-        Args:
-            replica: the engine's.
-            version: version of the weights.
-            incoming: what was sent to each rank of the engine; None: a replica on this worker has the
-                weights, which are loaded unless the engine has them.
+        `incoming` is what was sent to each rank of the engine; None: a replica on this worker has the
+        weights, which are loaded unless the engine has them.
 
-        Returns:
-            What the engine loaded, if anything.
+        Its KV cache remains free until it wakes.
 
         Raises:
             RunError: if the engine dropped the weights of this version when it slept.

@@ -38,16 +38,7 @@ class EpisodeLoop:
     A body that raises, or requests from an engine what it refuses, refuses its sample. Other errors of
     hflow end the run: a dataset row that the tokenizer cannot read, an engine that has failed.
 
-    Args:
-        plan: says which streams exist and which engines their sources use.
-        programs: the generate nodes.
-        store: where samples are stored.
-        drivers: generation replica -> its engine on this worker.
-        tokenizers: model -> its tokenizer, used by this thread only.
-        seed: the run's seed.
-        on_error: called with an exception that ends the run.
-        num_processes: most calls of one sandboxed tool that run at the same time.
-        endpoint_host: the address that endpoints of episodes listen on.
+    At most `num_processes` calls of one sandboxed tool run at the same time.
     """
 
     def __init__(
@@ -94,13 +85,7 @@ class EpisodeLoop:
         sink: EventSink,
         journals: Mapping[int, Journal] | None = None,
     ) -> None:
-        """Start the episodes of groups.
-
-        Args:
-            tasks: the groups and their dataset rows.
-            sink: called with the events of their samples.
-            journals: sample -> the journal with which its episode continues.
-        """
+        """Start the episodes of groups, some with a journal; a sink receives the events of their samples."""
         self._loop.call_soon_threadsafe(self._open, tasks, sink, journals or {})
 
     def derive(self, tasks: Sequence[ComputeTask], sink: EventSink) -> None:

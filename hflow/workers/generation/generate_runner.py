@@ -55,15 +55,6 @@ class EpisodeStart:
 class GenerateRunner:
     """What the episodes of one node have in common, and how one of them runs.
 
-    Args:
-        plan: says which engines and streams the node has.
-        program: the node's program.
-        store: where samples are stored.
-        drivers: generation replica -> its engine on this worker.
-        tokenizers: model -> its tokenizer.
-        seed: the run's seed.
-        server: the worker's server for endpoints of episodes.
-
     Attributes:
         program: the node's program.
         replicas: model -> the generation replica that generates for it.

@@ -67,13 +67,7 @@ def _is_ahead(counts: Mapping[str, int], other: Mapping[str, int]) -> bool:
 
 
 def hang_message(call: WorkerCall, timeout: float, snapshots: Snapshots) -> str:
-    """Return the error message, in one line.
-
-    Args:
-        call: what hangs.
-        timeout: seconds that a worker waited.
-        snapshots: snapshots of all workers that take part.
-    """
+    """Return the error message of a call on which workers waited `timeout` seconds, in one line."""
     waiting = waiting_workers(snapshots)
     missing = [worker for worker in snapshots if worker not in waiting]
     limit = f"{timeout:g} s"
@@ -130,12 +124,9 @@ class WorkerDiedError(WorkerFailureError):
 
 
 class HangDetector:
-    """Collects the answers of one call.
+    """Collects the answers of one call, and fails a collective with a missing rank after `timeout` seconds.
 
-    Args:
-        call: what the workers do.
-        probe: samples a worker; None: it does not respond. Raises `WorkerDiedError`.
-        timeout: seconds after which a collective with a missing rank fails.
+    `probe` samples a worker: None if it does not respond; it raises `WorkerDiedError`.
     """
 
     def __init__(

@@ -65,11 +65,7 @@ LOST_PEER = "the connection to another worker was closed, as its process has end
 
 
 class StackProbe:
-    """Follows the device thread of one worker.
-
-    Args:
-        collective_counts: returns the number of collectives issued so far, by process group.
-    """
+    """Follows the device thread of one worker."""
 
     def __init__(self, collective_counts: Callable[[], Mapping[str, int]]) -> None:
         self._collective_counts = collective_counts
@@ -79,11 +75,7 @@ class StackProbe:
 
     @contextmanager
     def running(self, activity: str, body: Callable[..., Any] | None = None) -> Iterator[None]:
-        """Follow the calling thread while it does something.
-
-        Args:
-            activity: what it does.
-            body: the node's body, whose file is where errors are located.
+        """Follow the calling thread during an activity; errors are located in the file of the node's body.
 
         Raises:
             CollectiveError: in place of an error that a collective raised.

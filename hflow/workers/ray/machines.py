@@ -80,10 +80,6 @@ def choose_machines(cluster: ClusterSpec, machines: Sequence[Machine]) -> Chosen
 
     Of a plan with several kinds of devices, each kind gets machines that Ray names alike.
 
-    Args:
-        cluster: the plan's cluster.
-        machines: machines of the Ray cluster, which may differ in size. Some may have no GPU.
-
     Raises:
         RunError: when there are too few, which are listed.
     """

@@ -120,10 +120,7 @@ class WorkerProcess:
         return [dataclasses.replace(task, journals=ray.put(task.journals)) for task in tasks]
 
     def pull(self, requests: Mapping[int, list[SampleRequest]]) -> int:
-        """Fetch samples from other workers into the store, and return their bytes.
-
-        Args:
-            requests: worker -> what to fetch from it.
+        """Fetch samples from other workers, worker -> what to fetch, into the store, and return their bytes.
 
         Raises:
             RunError: when one of these workers has died.

@@ -58,13 +58,7 @@ class RayActors:
     def __init__(
         self, cluster: ClusterSpec, environments: Sequence[Mapping[str, str]] = (), is_shared: bool = False
     ) -> None:
-        """Prepare.
-
-        Args:
-            cluster: the devices.
-            environments: environment variables of each process, if any.
-            is_shared: several runs use the processes in turn, so that no run ends them.
-        """
+        """Prepare processes with these environment variables. Shared ones are ended by no run."""
         self.is_shared = is_shared
         self._cluster = cluster
         self._environments = environments or [{}] * cluster.num_devices
@@ -176,9 +170,6 @@ class Reservation:
 
         One of Ray's processes may be stopped, and Ray would wait for it for ever. So those that this run
         started are killed then.
-
-        Args:
-            report: shows a line to the user.
         """
         global is_ray_lost
         if self.owns_ray:
@@ -310,9 +301,6 @@ def _end_workers_with_gcs(node: Any) -> None:
     """End Ray's raylet, and with it the workers, when Ray's GCS has ended, so that the run restarts.
 
     Otherwise Ray would end this process a minute later.
-
-    Args:
-        node: Ray's processes on this machine. Returns when they have ended.
     """
     while servers := node.all_processes.get(ray_constants.PROCESS_TYPE_GCS_SERVER):
         if servers[0].process.poll() is not None:

@@ -46,14 +46,7 @@ class _Publication:
 
 
 class RayWeights:
-    """Publishes and loads weights, by messages to the devices of senders and engines.
-
-    Args:
-        plan: gives routes and replicas.
-        send: sends one message.
-        wait_all: waits for answers of several devices.
-        call: sends one message and waits for its answer.
-    """
+    """Publishes and loads weights, by messages to the devices of senders and engines."""
 
     def __init__(self, plan: Plan, send: Send, wait_all: WaitAll, call: Call) -> None:
         self._plan = plan
@@ -140,13 +133,7 @@ class RayWeights:
 def _weights_loaded(
     engine: Replica, updates: Sequence[LoadedWeights | None], reports: Mapping[int, PublishReport]
 ) -> WeightsLoaded:
-    """Combine what the ranks of all engines of a replica loaded with what senders report for each rank.
-
-    Args:
-        engine: the generation replica.
-        updates: what each dp-head's engine loaded, if anything.
-        reports: sender -> its report.
-    """
+    """Combine what the ranks of all engines of a replica loaded with what senders report for each rank."""
     sent: list[int] = []
     loaded: list[int] = []
     num_bytes = 0

@@ -111,12 +111,7 @@ class RayWorkers(Workers):
     """
 
     def __init__(self, processes: RayActors) -> None:
-        """Prepare a run.
-
-        Args:
-            processes: worker processes. They are started unless they have been, and ended by `close` unless
-                they are shared.
-        """
+        """Prepare a run. Processes are started unless they have been, and ended by `close` unless shared."""
         self._actors: list[Any] = []
         self._processes = processes
         self._pending: list[_PendingCall] = []
@@ -344,11 +339,7 @@ class RayWorkers(Workers):
     ) -> list[Any]:
         """Send a message to the devices of several workers and return all answers.
 
-        Args:
-            method: the method of the worker process.
-            arguments: worker -> arguments.
-            replica: the replica whose ranks these workers are, if it is one; all its ranks take part.
-            others: workers that take part without receiving the message.
+        All ranks of a replica take part, and `others` without receiving the message.
         """
         answers = {worker: self._send(worker, method, *given) for worker, given in arguments.items()}
         workers = {*arguments, *others, *(replica.workers if replica else ())}
@@ -398,10 +389,7 @@ class RayWorkers(Workers):
         because of the death waits for this call and raises the same error. So it does not matter which of
         them ends the run.
 
-        Args:
-            worker: the worker that answers.
-            reference: the reference to its answer.
-            pending: the call that it answers; None: the message is not for its device.
+        `pending` is the call that it answers; None: the message is not for its device.
 
         Raises:
             HflowError: what the worker raised, or what explains its death.

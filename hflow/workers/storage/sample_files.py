@@ -280,11 +280,7 @@ def _json_value(value: Any) -> Any:
 
 
 class SampleFilesReader:
-    """Reads files that `SampleFiles.write` wrote.
-
-    Args:
-        directory: the directory of the files.
-        name: without their ending.
+    """Reads files of a name that `SampleFiles.write` wrote to a directory.
 
     Raises:
         RunError: when they cannot be read.

@@ -28,11 +28,8 @@ _INCOMPLETE = "incomplete"
 class SampleLog:
     """Writes samples to numbered files, and removes a file when all its samples are released.
 
-    Args:
-        directory: the directory of the files.
-        store: the worker's.
-        families: root stream -> the streams with its samples' data: itself, those of the same source, and all
-            that derive from them.
+    `families` is root stream -> the streams with its samples' data: itself, those of the same source, and all
+    that derive from them.
     """
 
     def __init__(self, directory: Path, store: SampleStore, families: Mapping[str, Sequence[str]]) -> None:

@@ -215,12 +215,9 @@ class SampleStore:
     def numbers(
         self, stream: str, streams: Iterable[str], samples: Sequence[int]
     ) -> dict[int, dict[str, float]]:
-        """Return sample -> its numbers that are not per token.
+        """Return sample -> its numbers that are not per token, as far as it has them.
 
-        Args:
-            stream: the stream whose fields have their plain names; others are named `stream/field`.
-            streams: the streams whose fields are returned.
-            samples: samples that may lack some of them, or all.
+        Fields of `stream` have their plain names; others are named `stream/field`.
         """
         numbers: dict[int, dict[str, float]] = {sample: {} for sample in samples}
         for name, column in self._number_columns(streams):

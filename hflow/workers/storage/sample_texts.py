@@ -30,12 +30,7 @@ MAX_CHARACTERS = 20_000
 
 
 class SampleTexts:
-    """Decodes samples of a worker's store. Any thread may call it.
-
-    Args:
-        setup: says which tokenizers the streams have. They are loaded at the first call.
-        store: holds the samples.
-    """
+    """Decodes samples of a worker's store. Any thread may call it. The first call loads tokenizers."""
 
     def __init__(self, setup: WorkerSetup, store: SampleStore) -> None:
         self._plan = setup.plan

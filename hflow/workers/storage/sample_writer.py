@@ -174,13 +174,9 @@ class SampleWriter:
 def sample_ready_event(
     stream: str, sample: int, trajectories: Sequence[Trajectory], value: float | None = None
 ) -> SampleReady:
-    """Return the event that reports a sample with all its trajectories.
+    """Return the event that reports a sample, named by its source's first stream, with all its trajectories.
 
-    Args:
-        stream: the first stream that the source opens, which names the sample.
-        sample: the sample's id.
-        trajectories: one per stream. The version of a token is -1 where it was not generated.
-        value: the number that the source reports of the sample.
+    The version of a token is -1 where it was not generated. `value` is the number that the source reports.
     """
     segments = _version_segments(trajectories)
     versions = [version for version, _ in segments]

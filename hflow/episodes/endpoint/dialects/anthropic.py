@@ -163,7 +163,6 @@ def _messages(options: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _assistant(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the message of an assistant's blocks."""
     calls = [
         {
             "id": block.get("id"),

@@ -39,11 +39,7 @@ class Dialect(Protocol):
         ...
 
     def parse(self, body: Any, headers: Mapping[str, str]) -> CompletionRequest:
-        """Read a request.
-
-        Args:
-            body: the request's JSON.
-            headers: the request's HTTP headers; names are found in any case.
+        """Read a request: its JSON, and its HTTP headers, whose names are found in any case.
 
         Raises:
             RequestRefused: for an option that is unknown, not supported or wrong.

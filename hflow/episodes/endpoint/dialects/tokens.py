@@ -154,7 +154,6 @@ class TokenWriter:
 
 
 def _ids(options: Mapping[str, Any], name: str, least: int) -> tuple[int, ...]:
-    """Return a list of token ids."""
     found = options.get(name, [])
     if not isinstance(found, list) or len(found) < least or not all(type(i) is int and i >= 0 for i in found):
         wanted = "token ids" if least else "token ids, or empty"

@@ -133,15 +133,19 @@ def all_to_all(num_bytes: float, ranks: RankPlacement, hardware: Hardware) -> Li
     """Return the time in which every rank sends an equal part of `num_bytes` to each rank.
 
     Each part takes the link to its rank, so machines are sent as many bytes as ranks of them need. NCCL sends
-    them at the rate of its other collectives, not at that of kernels that are made for this.
+    them at the rate of its other collectives, not at that of kernels that are made for this. Between
+    machines, the messages to all ranks follow one another, each in the link's latency at least.
     """
     time, units = LinkTime(), 1.0
     for num, link in _levels(ranks, hardware):
-        crossing = num_bytes * (num - 1) * units / ranks.num
-        units *= num
+        others = (num - 1) * units
         rate = hardware.link_rate(link)
-        latency = (math.ceil(math.log2(num)) * link.latency_us + rate.launch_us) * 1e-6
-        time += LinkTime(crossing * _seconds_per_byte(link, hardware, rate), latency)
+        transfer = num_bytes * others / ranks.num * _seconds_per_byte(link, hardware, rate)
+        latency = math.ceil(math.log2(num)) * link.latency_us * 1e-6
+        if link == hardware.inter:
+            latency = max(0.0, others * link.latency_us * 1e-6 - transfer)
+        time += LinkTime(transfer, latency + rate.launch_us * 1e-6)
+        units *= num
     return time
 
 

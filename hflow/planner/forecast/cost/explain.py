@@ -236,7 +236,7 @@ def _generation(
         ("decode steps", f"{steps[0]:,.0f} with {_mean(batch.full):,.0f} sequences on average"),
         ("tail", f"{steps[1]:,.0f} steps with {_mean(batch.tail):,.0f} sequences, fewer than half"),
     ]
-    if replica.host.layer_us:  # else its figures are those of CUDA graphs
+    if replica.host.layer_us:
         facts.append(("launches decode steps", "a CUDA graph" if replica.captures_decode else "the host"))
     facts.append(("the host schedules a step ahead", "yes" if replica.schedules_ahead else "no"))
     decoding = tuple(_decoding(replica, batch.full)), tuple(_decoding(replica, batch.tail))

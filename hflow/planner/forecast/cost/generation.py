@@ -291,7 +291,9 @@ class DecodeStep:
         device = products.seconds + attention.seconds + step.others
         launched = device + step.gaps
         seconds = max(launched, launching) if replica.launches_ahead else launched + launching
-        added, beside = (0.0, step.scheduling) if replica.schedules_ahead else (step.scheduling, 0.0)
+        added, beside = step.scheduling, 0.0
+        if replica.schedules_ahead:  # the host does one after the other
+            added, beside = 0.0, step.scheduling + launching
         is_waiting = max(step.gaps + experts + added, beside, launching) > device
         limit = HOST if is_waiting else largest.limit
         return Part("decode", max(replica.expert_wait * (seconds + experts) + added, beside), limit)

@@ -235,9 +235,10 @@ def _adapter_weights(replica: ReplicaCosts) -> float:
 
     With sequence parallelism tensor ranks divide the tokens where they have the same matrices.
     """
-    if replica.token_share == 1:
-        return replica.trained_weights - inactive_parameters(replica.trained_shape) / replica.layout.pipe
-    return num_parameters(replica.trained_shape) / replica.layout.pipe / replica.layout.tensor
+    shape, layout = replica.trained_shape, replica.layout
+    if replica.token_share == layout.expert == 1:
+        return replica.trained_weights - inactive_parameters(shape) / layout.pipe
+    return (num_parameters(shape) - inactive_parameters(shape)) / layout.pipe / layout.tensor
 
 
 def tower_seconds(replica: ReplicaCosts, work: Work, num: int) -> float:

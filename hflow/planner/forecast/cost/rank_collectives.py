@@ -27,7 +27,6 @@ from hflow.planner.forecast.cost.flops import (
     attention_parameters,
     head_parameters,
     layer_parameters,
-    layers_parameters,
 )
 from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
 from hflow.planner.forecast.memory.rank import FP32_BYTES, StageSizes, stage_sizes
@@ -35,10 +34,12 @@ from hflow.shapes.layout import Layout, stage_layers
 from hflow.shapes.model_shape import (
     MAGNITUDE,
     A,
+    LatentAttention,
     ModelShape,
     equal_layers,
     expert_layers,
     layer_template,
+    undivided_parameters,
 )
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
@@ -148,9 +149,10 @@ def tensor_collectives(
     """
     if replica.layout.tensor == 1:
         return
-    num_layers = _num_layers(replica, stage)
+    num_layers, latent = _num_layers(replica, stage), replica.shape.latent
     num_pairs = 2 * num_layers
-    if replica.traits.sends_expert_copies:  # experts are not such a pair
+    experts = replica.shape.experts
+    if replica.traits.sends_expert_copies and not (experts and experts.shared):  # others are no such pair
         num_pairs -= _num_expert_layers(replica, stage)
     hidden = work.rows / passes.num * replica.shape.hidden * replica.itemsize
     overlaps = replica.traits.overlaps_tensor
@@ -164,6 +166,9 @@ def tensor_collectives(
         yield Collectives("all-reduce", "tensor", hidden, num_pairs * passes.both, overlaps)
         yield Collectives("all-reduce", "tensor", hidden, embeds + summed_heads)
     else:
+        if latent is not None:
+            num_pairs -= num_layers
+            yield from _latent_exchanges(replica, latent, hidden, passes, num_layers)
         yield Collectives("all-gather", "tensor", hidden, num_pairs * passes.both, overlaps)
         yield Collectives("reduce-scatter", "tensor", hidden, num_pairs * passes.both, overlaps)
         if not adapts:  # frozen matrices need no inputs in the backward pass, and embeddings no gradients
@@ -182,6 +187,25 @@ def tensor_collectives(
             yield Collectives("all-reduce", "head copies", weights, backward * num_layers)
 
 
+def _latent_exchanges(
+    replica: ReplicaCosts, latent: LatentAttention, hidden: float, passes: Passes, num_layers: int
+) -> Iterator[Collectives]:
+    """Yield the exchanges of latent attention, whose small vectors are gathered in place of hidden states.
+
+    The backward pass gathers those again that matrices multiply, all but the rotated ones.
+    """
+    overlaps, row = replica.traits.overlaps_tensor, hidden / replica.shape.hidden
+    forward, backward = (num_layers * passes.num * x for x in (passes.forward, passes.backward))
+    yield Collectives("reduce-scatter", "tensor", hidden, forward, overlaps)
+    yield Collectives("all-gather", "tensor", hidden, backward, overlaps)
+    multiplied = (replica.shape.hidden if latent.q_rank is None else latent.q_rank, latent.kv_rank)
+    for size in (*multiplied, latent.rope):
+        yield Collectives("all-gather", "tensor", row * size, forward, overlaps)
+        yield Collectives("reduce-scatter", "tensor", row * size, backward, overlaps)
+    for size in multiplied:
+        yield Collectives("all-gather", "tensor", row * size, backward, is_beside_products=True)
+
+
 def _adapter_exchanges(
     replica: ReplicaCosts, work: Work, passes: Passes, stage: int
 ) -> Iterator[Collectives]:
@@ -198,6 +222,8 @@ def _adapter_exchanges(
         sizes: dict[tuple[str, bool], int] = {}
         """(Attention or MLP, whether ranks divide inputs) -> numbers of a token."""
         for spec in layer_template(replica.trained_shape, first):
+            if spec.num_experts > 1:  # what tensor ranks exchange of experts is summed with it
+                continue
             if spec.name.endswith(A):
                 linear = spec.name.split(".")[-4], spec.split_axis is not None
                 sizes[linear] = sizes.get(linear, 0) + spec.shape[0]
@@ -240,7 +266,8 @@ def context_collectives(
     shape, layout = replica.shape, replica.layout
     if layout.context == 1:
         return
-    entries = 2 * max(shape.num_kv_heads, layout.tensor) * shape.head_dim / layout.tensor
+    value = shape.head_dim if shape.latent is None else shape.latent.value
+    entries = max(shape.num_kv_heads, layout.tensor) * (shape.head_dim + value) / layout.tensor
     sequence = work.rows / passes.num * layout.context * entries * replica.itemsize
     num = passes.num * _num_layers(replica, stage)
     yield Collectives("all-gather", "context", sequence, num * passes.forward)
@@ -377,36 +404,20 @@ def bucket_collectives(
         return
     layout, shape = replica.layout, replica.shape
     width = replica.gradient_bytes if kind == "reduce-scatter" else replica.gathered_bytes
+    sizes = stage_sizes(replica.trained_shape, replica.traits, layout, stage)
     if replica.trains_adapters:
-        sizes = stage_sizes(replica.trained_shape, replica.traits, layout, stage)
         limit = max(MIN_BUCKET_WEIGHTS, BUCKET_WEIGHTS_PER_RANK * layout.data)
         num = 1 if stage > 0 else max(1, math.ceil(sizes.total / limit))
-        yield Collectives(kind, "data", sizes.total * width / num, num)
+        of_experts = sizes.experts if layout.expert > 1 else 0
+        if of_experts and layout.num_expert_copies > 1:
+            yield Collectives(kind, "expert_data", of_experts * width, 1)
+        yield Collectives(kind, "data", (sizes.total - of_experts) * width / num, num)
         return
     num, num_of_experts = num_buckets(shape, layout, stage)
-    others, experts = _bucket_weights(shape, layout, stage)
-    if experts and layout.num_expert_copies > 1:
-        yield Collectives(kind, "expert_data", experts * width / num_of_experts, num_of_experts)
-    yield Collectives(kind, "data", others * width / num, num)
-
-
-@lru_cache(maxsize=4096)
-def _bucket_weights(shape: ModelShape, layout: Layout, stage: int) -> tuple[float, float]:
-    """Return the weights of a rank, and those of its experts if expert ranks divide them."""
-    layers = stage_layers(shape.num_layers, layout.pipe)[stage]
-    is_last = stage == layout.pipe - 1
-    others = layers_parameters(shape, *layers, num_experts=0 if layout.expert > 1 else None)
-    others += (layers[1] - layers[0]) * _copied_heads(shape, layout.tensor)
-    if stage == 0 or (is_last and shape.is_tied):
-        others += shape.vocab * shape.hidden
-    if is_last and not shape.is_tied:
-        others += head_parameters(shape)
-    if shape.experts is None or layout.expert == 1:
-        return others / layout.tensor, 0.0
-    num_experts = shape.experts.num / layout.expert
-    every = layers_parameters(shape, *layers, num_experts=num_experts)
-    experts = every - layers_parameters(shape, *layers, num_experts=0)
-    return others / layout.tensor, experts / layout.tensor
+    divided = sizes.experts if layout.expert > 1 else 0
+    if divided and layout.num_expert_copies > 1:
+        yield Collectives(kind, "expert_data", divided * width / num_of_experts, num_of_experts)
+    yield Collectives(kind, "data", (sizes.total - divided) * width / num, num)
 
 
 @lru_cache(maxsize=4096)
@@ -427,12 +438,14 @@ def num_buckets(shape: ModelShape, layout: Layout, stage: int) -> tuple[int, int
     others: list[float] = [head_parameters(shape) // t] if is_whole and not shape.is_tied else []
     others += [d] if is_whole else []  # the last norm
     experts: list[float] = []
-    out = shape.num_heads * shape.head_dim * d // t
+    out = shape.num_heads * (shape.head_dim if shape.latent is None else shape.latent.value) * d // t
     qkv = (attention_parameters(shape) + _copied_heads(shape, t)) // t - out
     for layer in reversed(range(*layers)):
         if shape.experts is None or not shape.experts.are_in(layer):
             others += [d * shape.intermediate // t, 2 * d * shape.intermediate // t]
         else:
+            if shape.experts.shared:
+                others += [d * shape.experts.shared // t, 2 * d * shape.experts.shared // t]
             one = d * shape.experts.intermediate // t * shape.experts.num // layout.expert
             (others if layout.expert == 1 else experts).extend((one, 2 * one))
             others.append(d * shape.experts.num)
@@ -459,31 +472,23 @@ def _num_filled(sizes: Iterable[float], limit: int) -> int:
 def shared_gradients(replica: ReplicaCosts, stage: int = 0) -> Iterator[Collectives]:
     """Yield the sums of gradients over ranks that have the same weights but divide tokens or layers.
 
-    Tensor ranks divide the tokens that norms and routers see. The first and the last stage share a tied
-    embedding. Beside adapters all of these are frozen; tensor ranks have one matrix of each adapter whole.
+    Tensor ranks divide the tokens that norms, routers and other weights see that each of them has whole, or
+    heads at least. The first and the last stage share a tied embedding. Beside adapters all of these are
+    frozen; tensor ranks have one matrix of each adapter whole.
     """
     shape, layout = replica.shape, replica.layout
     if not replica.traits.is_model_parallel:
         return
+    layers = stage_layers(shape.num_layers, layout.pipe)[stage]
+    whole = undivided_parameters(replica.trained_shape, *layers, layout.expert)
     if replica.trains_adapters:
-        layers = equal_layers(replica.trained_shape, *stage_layers(shape.num_layers, layout.pipe)[stage])
-        whole = sum(
-            (last - first) * spec.numel
-            for first, last in layers
-            for spec in layer_template(replica.trained_shape, first)
-            if spec.split_axis is None
-        )
         if replica.token_share > 1 and whole:
             yield Collectives("all-reduce", "tensor", FP32_BYTES * whole, 1)
         return
     if layout.tensor > 1:
-        num_layers = _num_layers(replica, stage)
-        weights = num_layers * 2 * shape.head_dim if shape.has_qk_norm else 0
-        if replica.token_share > 1:
-            weights += (2 * num_layers + (stage == layout.pipe - 1)) * shape.hidden
-            if shape.experts is not None:
-                weights += _num_expert_layers(replica, stage) * shape.experts.num * shape.hidden
-        if weights:
+        of_heads = _num_layers(replica, stage) * 2 * shape.head_dim if shape.has_qk_norm else 0
+        of_tokens = whole + (stage == layout.pipe - 1) * shape.hidden
+        if weights := of_tokens if replica.token_share > 1 else of_heads:
             yield Collectives("all-reduce", "tensor", FP32_BYTES * weights, 1)
     is_end = stage in (0, layout.pipe - 1)
     if layout.pipe > 1 and is_end and shape.is_tied and shape.head == "lm":

@@ -11,7 +11,14 @@ from functools import cached_property
 from typing import Literal
 
 from hflow.config.schema import ModelConfig
-from hflow.planner.forecast.cost.collectives import Axis, LinkTime, RankPlacement, axis_ranks, dispatch
+from hflow.planner.forecast.cost.collectives import (
+    Axis,
+    LinkTime,
+    RankPlacement,
+    all_to_all,
+    axis_ranks,
+    dispatch,
+)
 from hflow.planner.forecast.cost.flops import stage_parameters
 from hflow.planner.forecast.cost.roofline import Rates
 from hflow.planner.forecast.memory.rank import FP32_BYTES, stage_sizes
@@ -249,8 +256,8 @@ class ReplicaCosts:
     @property
     def captures_decode(self) -> bool:
         """Whether decode steps are CUDA graphs, whose kernels the host need not launch."""
-        is_captured = self.shape.family in self.traits.captured_families and self.config.lora is None
-        return self.launches_ahead and is_captured
+        is_captured = self.traits.captures(self.shape.family, self.config.lora is not None)
+        return self.launches_ahead and self.config.gen.cuda_graphs and is_captured
 
     @property
     def schedules_ahead(self) -> bool:
@@ -299,5 +306,7 @@ def expert_exchange(replica: ReplicaCosts, num_tokens: float) -> LinkTime:
         return LinkTime()
     num_layers = max(expert_layers(shape, *layers) for layers in stage_layers(shape.num_layers, layout.pipe))
     num_bytes = num_tokens / replica.token_share * shape.hidden * replica.itemsize
-    one_way = dispatch(num_bytes, shape.experts.per_token, replica.expert, replica.hardware)
+    copies, where = shape.experts.per_token, (replica.expert, replica.hardware)
+    has_kernels = replica.traits.has_exchange_kernels
+    one_way = dispatch(num_bytes, copies, *where) if has_kernels else all_to_all(copies * num_bytes, *where)
     return one_way.times(2 * num_layers)

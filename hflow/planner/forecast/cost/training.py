@@ -180,6 +180,7 @@ def _layer_passes(
         tokens = total_time(expert_collectives(replica, work, passes), replica)
     else:
         tokens = expert_exchange(replica, work.rows / num).times(num * num_passes)
+    tokens = tokens.times(replica.expert_wait)
     waiting = Part("experts' host", num * num_passes * replica.expert_seconds, HOST)
     of_trainer = Part("host", num * num_passes * replica.trainer_seconds, HOST)
     exchanged = keys.seconds + tokens.seconds + waiting.seconds + of_trainer.seconds
@@ -328,7 +329,8 @@ def _stepping(replica: ReplicaCosts) -> list[Part]:
         return [Part("optimizer", num * optimizer.step_bytes / replica.rates.stream, MEMORY)]
     on_device = Part("optimizer", num * NORM_BYTES / replica.rates.stream, MEMORY)
     copies = send(num * COPIED_BYTES, hardware.host, hardware).part("PCIe")
-    on_host = num * (optimizer.step_bytes - NORM_BYTES) * replica.data.per_machine / (HOST_GB_PER_S * 1e9)
+    sharing = math.prod(axis.per_machine for axis in (replica.data, replica.tensor, replica.pipe))
+    on_host = num * (optimizer.step_bytes - NORM_BYTES) * sharing / (HOST_GB_PER_S * 1e9)
     stepping = Part("optimizer on the host", on_host, MEMORY)
     return [on_device, max(stepping, copies, key=lambda part: part.seconds)]
 

@@ -13,6 +13,7 @@ from functools import lru_cache
 from hflow.planner.forecast.memory.parts import Items, MicroBatch, item, largest
 from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
 from hflow.planner.plan.forecast import MemoryCategory
+from hflow.shapes.architectures import ROUTERS
 from hflow.shapes.model_shape import (
     NF4_BLOCK,
     ModelShape,
@@ -59,7 +60,8 @@ def kept_by_layer(rank: Rank, batch: MicroBatch, num_mlp: int = 4, num_routed: i
 def repeated_keys(rank: Rank, batch: MicroBatch) -> int:
     """Return the bytes of a layer's keys and values of shared prompts, for the other samples behind them."""
     slots = SLOTS_PER_TOKEN if batch.pads and not rank.has_varlen_kernel else 1
-    return round(slots * 2 * rank.width * rank.key_value_size / rank.tensor * batch.repeated)
+    size = rank.key_copies * rank.key_value_size / rank.tensor
+    return round(slots * 2 * rank.width * size * batch.repeated)
 
 
 def kept_by_adapters(rank: Rank, batch: MicroBatch) -> int:
@@ -75,12 +77,18 @@ def kept_by_adapters(rank: Rank, batch: MicroBatch) -> int:
     return round(rank.width * (sizes.low + outputs) * batch.tokens)
 
 
-def added_by_adapter(rank: Rank, tokens: int) -> int:
-    """Return the bytes of what an adapter of the MLP's first matrices adds, beside the sum."""
+def added_by_adapter(rank: Rank, tokens: int, *targets: str) -> int:
+    """Return the bytes of what an adapter of the MLP's first matrices adds, beside the sum.
+
+    Args:
+        rank: computes it.
+        tokens: the tokens of a micro-batch.
+        targets: the matrices to which the backend adds so.
+    """
     adapter = rank.trained_shape.adapter
-    if adapter is None or "up_proj" not in adapter.targets:
+    if adapter is None or not set(targets).intersection(adapter.targets):
         return 0
-    return rank.width * _most_mlp_rows(rank.shape) * tokens
+    return rank.width * _most_mlp_rows(rank.shape) // rank.tensor * tokens
 
 
 def measured_matrix(rank: Rank) -> int:
@@ -115,7 +123,8 @@ def kept_per_token(rank: Rank, *, pads: bool, num_mlp: int = 4) -> tuple[int, fl
 
     A norm keeps its input, the normalised rows and its output (in bf16 the input as fp32). Attention keeps q,
     k, v (those of all context ranks), its output and the log of each row's sum. The MLP keeps gate, up, the
-    activated gate and their product, as far as the backend does. Where layers differ, it is their mean.
+    activated gate and their product, as far as the backend does; a router in fp32 a copy of its input. Where
+    layers differ, it is their mean.
 
     Args:
         rank: a rank with the model and dtype.
@@ -124,14 +133,15 @@ def kept_per_token(rank: Rank, *, pads: bool, num_mlp: int = 4) -> tuple[int, fl
         num_mlp: number of these four that the MLP keeps.
     """
     shape, width = rank.shape, rank.width
-    heads, kv = rank.query_size, rank.key_value_size
+    heads, kv = rank.query_size, rank.key_copies * rank.key_value_size
     attention: float = width * (2 * heads + 2 * kv * rank.context) + FP32_BYTES * shape.num_heads
     if pads and not rank.has_varlen_kernel:
         attention = SLOTS_PER_TOKEN * attention + width * heads
     if shape.has_qk_norm:
         num_norms = shape.num_heads + shape.num_kv_heads
         attention += num_norms * ((8 if width == FP32_BYTES else 6) * shape.head_dim + FP32_BYTES)
-    return 2 * _kept_by_norm(shape.hidden, width), attention + num_mlp * width * mean_mlp_rows(shape)
+    norms = (4 if shape.has_post_norms else 2) * _kept_by_norm(shape.hidden, width)
+    return norms + _kept_by_router(shape, width), attention + num_mlp * width * mean_mlp_rows(shape)
 
 
 def layer_input(rank: Rank, batch: MicroBatch) -> int:
@@ -294,11 +304,13 @@ def layer_without_gradient(rank: Rank, tokens: int, *, pads: bool, repeated: int
     heads, kv = rank.query_size // rank.tensor, rank.key_value_size // rank.tensor
     in_norm = (2 * width + 3 * FP32_BYTES) * shape.hidden
     rows = 3 * heads + 3 * kv if rank.has_varlen_kernel or not pads else 6 * heads + 4 * kv
+    if rank.key_copies > 1:
+        rows += 2 * rank.key_copies * kv * rank.context
     rows += 4 * kv * (rank.context - 1)  # keys and values of other ranks, gathered and by sequence
     in_attention = width * (3 * shape.hidden + rows + 2 * shape.head_dim)
     copies = 0 if shape.experts is None else shape.experts.per_token
     in_mlp = width * (3 * _most_mlp_rows(shape) // rank.tensor + (4 + copies) * shape.hidden)
-    keys = round((SLOTS_PER_TOKEN if pads else 1) * 2 * kv * width * repeated)
+    keys = round((SLOTS_PER_TOKEN if pads else 1) * 2 * rank.key_copies * kv * width * repeated)
     return max(max(in_norm, in_mlp) * tokens, in_attention * tokens + keys)
 
 
@@ -345,6 +357,14 @@ def reordered_output(rank: Rank) -> int:
 def _most_mlp_rows(shape: ModelShape) -> int:
     """Return the rows of F that a token passes in the layer with most of them."""
     return max(mlp_rows(shape, layer) for layer in range(shape.num_layers))
+
+
+def _kept_by_router(shape: ModelShape, width: int) -> int:
+    """Return the bytes per token of a router's input in fp32, if that is a copy, as the mean over layers."""
+    kind = ROUTERS.get(shape.family)
+    if width == FP32_BYTES or kind is None or not kind.in_fp32:
+        return 0
+    return FP32_BYTES * shape.hidden * expert_layers(shape, 0, shape.num_layers) // shape.num_layers
 
 
 def _kept_by_norm(size: int, width: int) -> int:

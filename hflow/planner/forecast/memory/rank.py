@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from hflow.config.schema import ModelConfig
-from hflow.planner.plan.optimizers import CHUNK, is_layer_matrix, optimizer_traits, states_of
+from hflow.planner.plan.optimizers import CHUNK, CPU_CHUNK, is_layer_matrix, optimizer_traits, states_of
 from hflow.planner.plan.request import trained_shape
 from hflow.planner.plan.rows import Replica
 from hflow.planner.plan.traits import BackendTraits, traits
@@ -25,7 +25,7 @@ from hflow.shapes.model_shape import (
     tensors,
 )
 from hflow.shapes.vision_shape import tower_block
-from hflow.types.kernels import has_varlen_kernel
+from hflow.types.kernels import flash_versions, has_varlen_kernel, varlen_groups_queries
 from hflow.types.tensor_slices import BUCKET_BYTES, numel
 
 FP32_BYTES = DTYPE_BYTES["fp32"]
@@ -147,7 +147,7 @@ class Rank:
         optimizer = optimizer_traits(self.config.optim.name)
         if optimizer.needs_whole_matrix:
             return self._matrix_buffers()
-        return optimizer.buffer_bytes * min(CHUNK, self.largest_converted)
+        return optimizer.buffer_bytes * min(CPU_CHUNK if self.on_cpu else CHUNK, self.largest_converted)
 
     @cached_property
     def largest_converted(self) -> int:
@@ -226,6 +226,13 @@ class Rank:
     def has_varlen_kernel(self) -> bool:
         """Whether attention reads packed sequences directly. Otherwise they are padded in buckets."""
         return has_varlen_kernel("cpu" if self.on_cpu else "cuda", self.config.compute_dtype)
+
+    @property
+    def key_copies(self) -> int:
+        """How often attention has keys and values: once, or for each query head that shares them."""
+        if not self.has_varlen_kernel or varlen_groups_queries() or flash_versions():
+            return 1
+        return self.shape.num_heads // self.shape.num_kv_heads
 
 
 @dataclass(frozen=True)

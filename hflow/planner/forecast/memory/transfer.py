@@ -102,9 +102,7 @@ def _received_last(rank: Rank, route: WeightRoute) -> Items:
 
 def handed_over_buckets(rank: Rank) -> Items:
     """Return the items of the buckets that a worker hands over; the engine copies as many."""
-    sizes = _buckets((rank.width * size for size in piece_sizes(rank.trained_shape)), BUCKET_BYTES)
-    together = max(sum(sizes[i : i + MAX_BUCKETS]) for i in range(len(sizes)))
-    return item(MemoryCategory.BUFFERS, together, "buckets handed over")
+    return item(MemoryCategory.BUFFERS, _buckets_ahead(rank.trained_shape, rank.width), "buckets handed over")
 
 
 def receive_weights(rank: Rank, route: WeightRoute, num_senders: int) -> Items:
@@ -299,6 +297,13 @@ def largest_bucket(shape: ModelShape, width: int, minimum: int = BUCKET_BYTES, n
         num_parts: equal parts of each tensor, of which the bucket has one.
     """
     return max(_buckets((width * -(-size // num_parts) for size in piece_sizes(shape)), minimum))
+
+
+@lru_cache
+def _buckets_ahead(shape: ModelShape, width: int) -> int:
+    """Return the bytes of the largest `MAX_BUCKETS` whole buckets in a row."""
+    sizes = _buckets((width * size for size in piece_sizes(shape)), BUCKET_BYTES)
+    return max(sum(sizes[i : i + MAX_BUCKETS]) for i in range(len(sizes)))
 
 
 def _buckets(sizes: Iterable[int], minimum: int) -> list[int]:

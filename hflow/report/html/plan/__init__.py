@@ -20,18 +20,26 @@ from hflow.planner.plan.serialise import to_plain
 from hflow.report.html.plan.cards import arrows
 from hflow.report.html.plan.details import (
     EdgeDetail,
+    Listing,
     NodeDetail,
     ReplicaDetail,
     edge_details,
     node_details,
     replica_details,
+    route_listing,
 )
 from hflow.report.html.plan.devices import DevicesView, MemoryView, devices_view, group_colours, memory_view
 from hflow.report.html.plan.gantt import Gantt, gantt_view
 from hflow.report.html.plan.graph_view import GraphView, graph_view
 from hflow.report.html.plan.headline import Headline, headline
-from hflow.report.html.plan.tables import Tables, tables
-from hflow.report.tables import TableView
+from hflow.report.tables import (
+    TableView,
+    data_table,
+    placements_table,
+    replicas_table,
+    times_table,
+    weights_table,
+)
 from hflow.report.text.plan.graph import LAG_NOTE
 
 TERMS: tuple[tuple[str, str], ...] = (
@@ -86,7 +94,11 @@ class PageView:
     devices: DevicesView
     gantt: Gantt | None
     memory: MemoryView | None
-    tables: Tables
+    tables: tuple[TableView, ...]
+    slices: tuple[Listing, ...]
+    """The rows of weight routes."""
+    routing: tuple[tuple[str, int], ...]
+    """(key, worker), in the order of the plan."""
     colours: tuple[tuple[str, int], ...]
     """(device group, number of its colour)."""
     terms: tuple[tuple[str, str], ...]
@@ -97,6 +109,13 @@ class PageView:
 def page_view(plan: Plan) -> PageView:
     """Return the content of a plan's page; `plan.serialise.plain` makes JSON of it."""
     times = plan.forecast.times
+    tables = (
+        placements_table(plan),
+        replicas_table(plan),
+        times_table(plan),
+        data_table(plan, assumptions="above"),
+        weights_table(plan),
+    )
     return PageView(
         recipe=plan.recipe,
         cluster=plan.cluster.name,
@@ -109,7 +128,9 @@ def page_view(plan: Plan) -> PageView:
         devices=devices_view(plan, [rule.consumer for rule in plan.rules if rule.fields]),
         gantt=gantt_view(plan),
         memory=memory_view(plan),
-        tables=tables(plan),
+        tables=tuple(table for table in tables if table.rows),
+        slices=tuple(route_listing(plan, route) for route in plan.weights if route.rows),
+        routing=tuple((row.key, row.worker) for row in plan.routing),
         colours=tuple(group_colours(plan).items()),
         terms=TERMS,
         lag=LAG_NOTE,
@@ -132,12 +153,7 @@ IN_SCRIPT = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
 
 
 def render_page(plan: Plan, sizes: TableView | None = None) -> str:
-    """Return the HTML page of a plan, for `hflow plan --html FILE`.
-
-    Args:
-        plan: what the page shows.
-        sizes: the clusters among which `hflow size` chose the plan's.
-    """
+    """Return the HTML page of a plan, with the clusters among which `hflow size` chose the plan's."""
     view = page_view(plan)
     return (
         page_environment(__name__)
@@ -169,7 +185,11 @@ def _for_script(view: PageView) -> dict[str, Any]:
     """Return the data that the script needs; everything else is in the page's text."""
     row = to_plain(view.devices)
     names = ("per_machine", "replicas", "routes", "sets", "peaks")
-    return {"devices": {name: row[name] for name in names}, "routing": to_plain(view.tables.routing)}
+    keys, workers = zip(*view.routing, strict=True)
+    return {
+        "devices": {name: row[name] for name in names},
+        "routing": {"keys": keys, "workers": workers},
+    }
 
 
 def joined_files(package: str, names: tuple[str, ...]) -> Markup:

@@ -209,14 +209,7 @@ class Card:
 
 
 def make_card(plan: Plan, node: Node, arriving: Sequence[Arrow], seconds: str) -> Card:
-    """Make the card of a node.
-
-    Args:
-        plan: says where it runs.
-        node: the node.
-        arriving: edges that end at it, in the order of their rows.
-        seconds: the node's time as text; empty if unknown.
-    """
+    """Make the card of a node, with a row for each arriving edge, and its time (empty if unknown)."""
     placement = plan.placement(node.name)
     level = next((row.level for row in plan.schedule.nodes if row.name == node.name), Level.SAMPLE)
     is_turn = placement.groups and (level is Level.BATCH or node.spec.opens_stream)

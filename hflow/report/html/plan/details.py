@@ -35,25 +35,6 @@ Facts = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
-class TimeShare:
-    """A share of a node's time."""
-
-    name: str
-    seconds: str
-    percent: float
-
-
-@dataclass(frozen=True)
-class ReadRow:
-    """One thing that a node reads."""
-
-    name: str
-    unit: str
-    origin: str
-    """The node (or dataset) that it comes from."""
-
-
-@dataclass(frozen=True)
 class NodeDetail:
     """One node in words."""
 
@@ -61,13 +42,15 @@ class NodeDetail:
     verb: str
     shape: str
     what: str
-    reads: tuple[ReadRow, ...]
+    reads: tuple[tuple[str, str, str], ...]
+    """(name, unit, the node or dataset that it comes from)."""
     returns: tuple[tuple[str, str], ...]
     """(field, unit)."""
     facts: Facts
     time: str
     limit: str
-    parts: tuple[TimeShare, ...]
+    parts: tuple[tuple[str, str, float], ...]
+    """(name, seconds, percent) of the shares of its time."""
     knobs: Facts
 
 
@@ -110,19 +93,9 @@ def _replica_detail(plan: Plan, replica: Replica) -> ReplicaDetail:
     )
 
 
-def time_parts(time: NodeTime | None) -> tuple[TimeShare, ...]:
-    """Return the parts of a node's time with their shares."""
-    if time is None or time.seconds <= 0:
-        return ()
-    return tuple(
-        TimeShare(name, format_seconds(seconds), round(100 * seconds / time.seconds, 2))
-        for name, seconds in time.parts
-        if seconds > 0
-    )
-
-
 def _node_detail(plan: Plan, node: Node, time: NodeTime | None) -> NodeDetail:
     spec = node.spec
+    total = time.seconds if time else 0.0
     knobs = [(knob.name, str(knob.value)) for knob in spec.knobs]
     options = [(name, str(value)) for name, value in spec.options if value is not None]
     return NodeDetail(
@@ -133,14 +106,18 @@ def _node_detail(plan: Plan, node: Node, time: NodeTime | None) -> NodeDetail:
         reads=tuple(dict.fromkeys(_read(plan, node, read) for read in node.reads)),
         returns=() if spec.verb == "train" else tuple((r.field, UNIT_NAMES[r.unit]) for r in spec.returns),
         facts=tuple(_node_facts(plan, node)),
-        time=format_seconds(time.seconds) if time and time.seconds else "",
+        time=format_seconds(total) if total else "",
         limit=time.limit if time else "",
-        parts=time_parts(time),
+        parts=tuple(
+            (name, format_seconds(seconds), round(100 * seconds / total, 2))
+            for name, seconds in (time.parts if time and total > 0 else ())
+            if seconds > 0
+        ),
         knobs=(*knobs, *options),
     )
 
 
-def _read(plan: Plan, node: Node, read: Read) -> ReadRow:
+def _read(plan: Plan, node: Node, read: Read) -> tuple[str, str, str]:
     name = (
         read.field if read.parameter in (read.field, f"@{read.field}") else f"{read.parameter} = {read.field}"
     )
@@ -148,9 +125,9 @@ def _read(plan: Plan, node: Node, read: Read) -> ReadRow:
     if read.source_unit is not read.unit:
         unit += f" (repeats {UNIT_NAMES[read.source_unit]})"
     if read.producer != node.name:
-        return ReadRow(name, unit, read.producer)
+        return name, unit, read.producer
     dataset = plan.graph.stream(read.stream).dataset if node.spec.opens_stream else None
-    return ReadRow(name, unit, f"dataset {dataset}" if dataset else "itself")
+    return name, unit, f"dataset {dataset}" if dataset else "itself"
 
 
 def _node_facts(plan: Plan, node: Node) -> Iterator[tuple[str, str]]:
@@ -213,15 +190,11 @@ class Listing:
 class EdgeDetail:
     """One edge in words."""
 
-    id: str
-    kind: str
-    src: str
-    dst: str
-    label: str
+    arrow: Arrow
     what: str
-    facts: Facts
-    listings: tuple[Listing, ...]
-    routes: tuple[str, ...]
+    facts: Facts = ()
+    listings: tuple[Listing, ...] = ()
+    routes: tuple[str, ...] = ()
     """Ids of the device routes that belong to it."""
 
 
@@ -261,37 +234,22 @@ def traffic_facts(row: EdgeTraffic) -> Facts:
 
 
 def _detail(plan: Plan, arrow: Arrow, traffic: EdgeTraffic | None) -> EdgeDetail:
-    what, facts, listings, routes = _words(plan, arrow, traffic)
-    return EdgeDetail(
-        arrow.id, str(arrow.kind), arrow.src, arrow.dst, arrow.text, what, facts, listings, routes
-    )
-
-
-Words = tuple[str, Facts, tuple[Listing, ...], tuple[str, ...]]
-"""Meaning, facts, tables, ids of device routes."""
-
-
-def _words(plan: Plan, arrow: Arrow, traffic: EdgeTraffic | None) -> Words:
     if arrow.kind is EdgeKind.DATA:
         return _data(plan, arrow, traffic)
     if arrow.kind is EdgeKind.WEIGHTS:
         return _weights(plan, arrow)
+    what = f"{arrow.src} and {arrow.dst} share devices, on which they take turns in this order."
     if arrow.kind is EdgeKind.OVERWRITE:
-        return (
-            f"{arrow.src} reads weights that {arrow.dst} is about to change, so it comes first.",
-            (),
-            (),
-            (),
-        )
-    return f"{arrow.src} and {arrow.dst} share devices, on which they take turns in this order.", (), (), ()
+        what = f"{arrow.src} reads weights that {arrow.dst} is about to change, so it comes first."
+    return EdgeDetail(arrow, what)
 
 
-def _data(plan: Plan, arrow: Arrow, traffic: EdgeTraffic | None) -> Words:
+def _data(plan: Plan, arrow: Arrow, traffic: EdgeTraffic | None) -> EdgeDetail:
     if arrow.src == arrow.dst:
-        return "The node's own memory: it reads what it wrote one step before.", (), (), ()
+        return EdgeDetail(arrow, "The node's own memory: it reads what it wrote one step before.")
     rule = next((rule for rule in plan.rules if rule.consumer == arrow.dst), None)
     if rule is None:
-        return "Read where each sample was made: nothing moves between devices.", (), (), ()
+        return EdgeDetail(arrow, "Read where each sample was made: nothing moves between devices.")
     unit = "groups stay whole" if rule.by_group else "samples are dealt out"
     what = (
         "All samples of a step go to one worker."
@@ -300,7 +258,7 @@ def _data(plan: Plan, arrow: Arrow, traffic: EdgeTraffic | None) -> Words:
         f"move, all ranks get about equally many tokens, {unit}."
     )
     if traffic is None:
-        return what, (), (), ()
+        return EdgeDetail(arrow, what)
     carrying = [step for step in traffic.steps if _carries(step, arrow)]
     listing = Listing(
         title=f"Largest steps that carry these fields ({pluralize(traffic.num_steps, 'step')} in all)",
@@ -308,7 +266,7 @@ def _data(plan: Plan, arrow: Arrow, traffic: EdgeTraffic | None) -> Words:
         rows=tuple(_step(step) for step in carrying),
     )
     facts = (("inputs of", f"{arrow.dst}, all edges together"), *traffic_facts(traffic))
-    return what, facts, (listing,) if carrying else (), (data_id(arrow.dst),)
+    return EdgeDetail(arrow, what, facts, (listing,) if carrying else (), (data_id(arrow.dst),))
 
 
 def _carries(step: StepTraffic, arrow: Arrow) -> bool:
@@ -322,16 +280,16 @@ def _step(step: StepTraffic) -> tuple[str, ...]:
     return step.kind, *ends, format_count(step.num_samples), format_bytes(step.num_bytes)
 
 
-def _weights(plan: Plan, arrow: Arrow) -> Words:
+def _weights(plan: Plan, arrow: Arrow) -> EdgeDetail:
     replicas = plan.placement(arrow.dst).replicas
     routes = [r for r in plan.weights if r.dst in replicas and arrow.label == (f"weights of {r.model}",)]
     lag = f"{'at most' if arrow.is_at_most else 'exactly'} {pluralize(arrow.lag, 'step')} before"
     what = f"{arrow.dst} reads the weights that {arrow.src} wrote {lag}."
     if not routes:
-        return f"{what} Both use one copy, so that nothing moves.", (), (), ()
+        return EdgeDetail(arrow, f"{what} Both use one copy, so that nothing moves.")
     facts = tuple(fact for route in routes for fact in route_facts(route))
     listings = tuple(route_listing(plan, route) for route in routes if route.rows)
-    return what, facts, listings, tuple(map(weights_id, routes))
+    return EdgeDetail(arrow, what, facts, listings, tuple(map(weights_id, routes)))
 
 
 def _route_row(route: WeightRoute, row: RouteRow) -> tuple[str, ...]:

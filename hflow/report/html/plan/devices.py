@@ -155,23 +155,6 @@ class DeviceView:
 
 
 @dataclass(frozen=True)
-class MachineView:
-    """One machine."""
-
-    index: int
-    devices: tuple[DeviceView, ...]
-
-
-@dataclass(frozen=True)
-class GroupView:
-    """One device group in the legend."""
-
-    name: str
-    colour: int
-    devices: str
-
-
-@dataclass(frozen=True)
 class ReplicaView:
     """One replica: the coordinates of each of its devices."""
 
@@ -196,8 +179,9 @@ class DevicesView:
     size: str
     """`large`, `medium` or `small` squares."""
     per_machine: int
-    machines: tuple[MachineView, ...]
-    groups: tuple[GroupView, ...]
+    machines: tuple[tuple[DeviceView, ...], ...]
+    groups: tuple[tuple[str, int, str], ...]
+    """(name, colour, devices) of the legend."""
     replicas: tuple[ReplicaView, ...]
     routes: tuple[RouteView, ...]
     sets: tuple[tuple[tuple[int, int], ...], ...]
@@ -207,12 +191,7 @@ class DevicesView:
 
 
 def devices_view(plan: Plan, consumers: Iterable[str]) -> DevicesView:
-    """Return the grid of a plan's cluster.
-
-    Args:
-        plan: cluster, groups, replicas, forecast.
-        consumers: batch nodes whose inputs may be shown as routes.
-    """
+    """Return the grid of a plan's cluster. The inputs of consumers, batch nodes, may be shown as routes."""
     cluster, sets = plan.cluster, Sets()
     colours, shades, peaks = group_colours(plan), model_shades(plan), plan.forecast.peaks()
     squares = _squares(plan, peaks)
@@ -221,13 +200,8 @@ def devices_view(plan: Plan, consumers: Iterable[str]) -> DevicesView:
         title=_title(cluster.num_nodes, cluster.devices_per_node),
         size=_size(cluster.num_devices),
         per_machine=cluster.devices_per_node,
-        machines=tuple(
-            MachineView(i, squares[start : start + cluster.devices_per_node])
-            for i, start in enumerate(starts)
-        ),
-        groups=tuple(
-            GroupView(g.name, colours[g.name], format_ranges_briefly(g.devices)) for g in plan.groups
-        ),
+        machines=tuple(squares[start : start + cluster.devices_per_node] for start in starts),
+        groups=tuple((g.name, colours[g.name], format_ranges_briefly(g.devices)) for g in plan.groups),
         replicas=tuple(
             _replica(replica, colours[replica.groups[0]], shades[replica.model]) for replica in plan.replicas
         ),

@@ -57,14 +57,6 @@ class ChartLane:
 
 
 @dataclass(frozen=True)
-class Tick:
-    """One tick of the time axis."""
-
-    text: str
-    left: float
-
-
-@dataclass(frozen=True)
 class Gantt:
     """The whole chart."""
 
@@ -72,7 +64,8 @@ class Gantt:
     periods: tuple[str, ...]
     """Titles of the periods, from left to right."""
     lanes: tuple[ChartLane, ...]
-    ticks: tuple[Tick, ...]
+    ticks: tuple[tuple[str, float], ...]
+    """(text, left) of the time axis."""
     steps: tuple[tuple[str, int], ...]
     """(step, colour) of the visible steps, oldest first."""
     note: str
@@ -97,11 +90,8 @@ def period_gantt(
 ) -> Gantt | None:
     """Return the chart of a period; None if it takes no time.
 
-    Args:
-        period: the steady state.
-        sizes: device group -> number of its devices.
-        groups: replica -> its device groups.
-        limits: what would use idle devices.
+    `sizes` is device group -> number of its devices, and `groups` replica -> its device groups. `limits` say
+    what would use idle devices.
     """
     if period.seconds <= 0:
         return None
@@ -224,7 +214,7 @@ def stack(bars: Sequence[Bar]) -> tuple[int, tuple[Bar, ...]]:
     return max(1, len(ends)), tuple(placed)
 
 
-def ticks(chart_seconds: float) -> Iterator[Tick]:
+def ticks(chart_seconds: float) -> Iterator[tuple[str, float]]:
     """Return ticks at round numbers of seconds, or of minutes in a long chart."""
     unit = MINUTE if chart_seconds >= LONG else 1.0
     rough = chart_seconds / unit / NUM_TICKS
@@ -232,7 +222,7 @@ def ticks(chart_seconds: float) -> Iterator[Tick]:
     step = next(scale * factor for factor in (1, 2, 5, 10) if scale * factor >= rough * (1 - HAIR))
     for i in range(math.floor(chart_seconds / unit / step * (1 + HAIR)) + 1):
         text = f"{i * step:g} min" if unit == MINUTE else format_seconds(i * step)
-        yield Tick(text if i else "0", round(100 * i * step * unit / chart_seconds, 3))
+        yield text if i else "0", round(100 * i * step * unit / chart_seconds, 3)
 
 
 def ref_of(plan: Plan, name: str) -> str:

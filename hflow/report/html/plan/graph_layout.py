@@ -38,12 +38,7 @@ def make_chain(src: str, dst: str, layers: Mapping[str, int]) -> Chain:
 
 
 def order_columns(layers: Mapping[str, int], chains: Sequence[Chain]) -> Columns:
-    """Put nodes and dummies into columns, in an order with few crossings.
-
-    Args:
-        layers: node -> layer, from 0; nodes of a layer start in this mapping's order.
-        chains: edges, each between two of the nodes.
-    """
+    """Put nodes and dummies into columns in an order with few crossings, starting from that of `layers`."""
     columns = _start(layers, chains)
     arcs = list(dict.fromkeys(arc for chain in chains for arc in pairwise(chain.places)))
     best, fewest = columns, num_crossings(columns, arcs)
@@ -139,14 +134,7 @@ class Pull:
 def place_tops(
     columns: Sequence[Sequence[str]], heights: Mapping[str, float], pulls: Sequence[Pull], gap: float
 ) -> dict[str, float]:
-    """Return the top of every place; the topmost is at 0.
-
-    Args:
-        columns: layer -> places, top to bottom.
-        heights: place -> height.
-        pulls: pieces of edges between neighbouring columns.
-        gap: smallest distance between two neighbours of a column.
-    """
+    """Return the top of every place; the topmost is at 0, and neighbours of a column are `gap` apart."""
     tops = {name: top for column in columns for name, top in _stack(column, heights, gap)}
     for sweep in range(NUM_PLACEMENT_SWEEPS):
         forward = sweep % 2 == 0
@@ -272,15 +260,7 @@ def find_places(
     chains: Chains,
     columns: Columns,
 ) -> Places:
-    """Find the position of everything on the canvas.
-
-    Args:
-        cards: node -> its card.
-        arrows: all edges.
-        layers: node -> column.
-        chains: the chains of the arrows that go to the right.
-        columns: order within each column, dummies included.
-    """
+    """Find the position of everything on the canvas."""
     dummies = {dummy: float(DUMMY) for chain in chains.values() for dummy in chain.dummies}
     heights = {name: card.height for name, card in cards.items()} | dummies
     pulls = [pull for arrow in arrows for pull in _pulls(arrow, cards, chains)]

@@ -33,45 +33,23 @@ LAST_ROW = 1_000
 class RowView:
     """One row of a card, with its position."""
 
-    side: str
-    kind: str
+    row: CardRow
     lines: tuple[tuple[str, float], ...]
     """(text, baseline below the card's top)."""
-    note: str
     port: float
     """Centre of its first line, below the card's top."""
-    arrow: str
 
 
 @dataclass(frozen=True)
 class NodeView:
     """One card, with its position."""
 
-    name: str
-    title: str
-    verb: str
-    shape: str
-    note: str
-    group: str
-    group_title: str
+    card: Card
     x: float
     y: float
     width: float
-    height: float
     outline: str
     rows: tuple[RowView, ...]
-
-
-@dataclass(frozen=True)
-class EdgeView:
-    """One edge, with its path."""
-
-    id: str
-    kind: str
-    src: str
-    dst: str
-    text: str
-    path: str
 
 
 @dataclass(frozen=True)
@@ -92,7 +70,8 @@ class GraphView:
     width: float
     height: float
     nodes: tuple[NodeView, ...]
-    edges: tuple[EdgeView, ...]
+    edges: tuple[tuple[Arrow, str], ...]
+    """Each with its path."""
     labels: tuple[LaneLabel, ...]
     stages: tuple[tuple[str, float, float], ...]
     """(title, x, y) of each column."""
@@ -101,12 +80,7 @@ class GraphView:
 
 
 def graph_view(plan: Plan, seconds: Mapping[str, str]) -> GraphView:
-    """Draw a plan's graph.
-
-    Args:
-        plan: graph, orders and placements.
-        seconds: node -> its time as text; nodes may be missing.
-    """
+    """Draw a plan's graph; `seconds` is node -> its time as text, where it is known."""
     drawn = arrows(plan)
     depth = stages(plan.graph)
     layers = {node.name: depth[node.name] for node in plan.graph.nodes}
@@ -133,9 +107,7 @@ def _view(cards: Mapping[str, Card], drawn: tuple[Arrow, ...], places: Places, c
         width=round(places.width, 1),
         height=round(places.height, 1),
         nodes=tuple(_node(card, places) for card in cards.values()),
-        edges=tuple(
-            EdgeView(a.id, str(a.kind), a.src, a.dst, a.text, wire(a, places, cards, chains)) for a in drawn
-        ),
+        edges=tuple((arrow, wire(arrow, places, cards, chains)) for arrow in drawn),
         labels=tuple(_label(key, drawn, places) for key in places.lanes),
         stages=tuple((f"stage {i}", round(x, 1), MARGIN_Y + 8.0) for i, x in enumerate(places.lefts)),
         verbs=tuple((verb, text) for verb, text in VERBS.items() if verb in shapes),
@@ -145,17 +117,10 @@ def _view(cards: Mapping[str, Card], drawn: tuple[Arrow, ...], places: Places, c
 def _node(card: Card, places: Places) -> NodeView:
     width = places.widths[places.layers[card.name]]
     return NodeView(
-        name=card.name,
-        title=card.title,
-        verb=card.verb,
-        shape=card.shape,
-        note=card.note,
-        group=next(iter(card.groups), ""),
-        group_title=card.group_title,
+        card,
         x=round(places.left(card.name), 1),
         y=round(places.tops[card.name], 1),
         width=round(width, 1),
-        height=card.height,
         outline=outline(card.shape, width, card.height),
         rows=tuple(_row(row, top) for row, top in zip(card.rows, card.row_tops(), strict=True)),
     )
@@ -163,7 +128,7 @@ def _node(card: Card, places: Places) -> NodeView:
 
 def _row(row: CardRow, top: float) -> RowView:
     lines = tuple((line, top + BASELINE + LINE * i) for i, line in enumerate(row.lines))
-    return RowView(row.side, row.kind, lines, row.note, top + LINE / 2, row.arrow)
+    return RowView(row, lines, top + LINE / 2)
 
 
 def _label(key: str, drawn: tuple[Arrow, ...], places: Places) -> LaneLabel:

@@ -16,13 +16,13 @@ from hflow.report.text.section import limit_text
 
 @dataclass(frozen=True)
 class Tile:
-    """One number of the headline."""
+    """One number at the top of a page."""
 
     label: str
     value: str
     note: str
-    term: str
-    """The glossary term that explains it."""
+    term: str = ""
+    """The glossary term that explains it; empty: none."""
 
 
 @dataclass(frozen=True)

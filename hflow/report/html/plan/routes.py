@@ -45,13 +45,7 @@ class Sets:
 
 
 def route_views(plan: Plan, consumers: Iterable[str], sets: Sets) -> tuple[RouteView, ...]:
-    """Return the routes of every batch node's inputs, then every weight route.
-
-    Args:
-        plan: rules, traffic and weight routes.
-        consumers: batch nodes.
-        sets: collects the sets of devices.
-    """
+    """Return the routes of the inputs of batch nodes, then every weight route; `sets` collects devices."""
     traffic = {row.consumer: row for row in plan.forecast.traffic}
     data = [_data(traffic[node], sets) for node in consumers if node in traffic]
     return (*data, *(_weights(plan, route, sets) for route in plan.weights))

@@ -32,14 +32,9 @@ COMPARE_SECTIONS = (("curves", "Curves"), ("values", "Values"), ("config", "Conf
 
 
 def render_run_page(report: RunReport, now: float | None = None) -> str:
-    """Return the HTML page of a run, for `hflow report RUN --html FILE` and `hflow watch RUN`.
-
-    Args:
-        report: what the run has written.
-        now: seconds since the epoch: the page follows the run, and fetches itself again; None: it does not.
-    """
+    """Return the HTML page of a run, which follows the run if `now`, in seconds since the epoch, is given."""
     view, is_live = run_page_view(report, now), now is not None
-    curves = [curve for group in view.groups for curve in group.curves]
+    curves = [curve for _, members in view.groups for curve in members]
     return _render("run.html.jinja", view, RUN_SECTIONS, (*curves, *view.others), is_live=is_live)
 
 

@@ -77,21 +77,13 @@ class CurveView:
     lines: tuple[CurveLine, ...]
 
 
-@dataclass(frozen=True)
-class CurveGroup:
-    """Curves that belong together."""
-
-    title: str
-    curves: tuple[CurveView, ...]
-
-
 def curve_groups(
     curves: Mapping[str, Points],
     results: Sequence[str],
     train_nodes: Sequence[str],
     units: Mapping[str, tuple[str, str]],
-) -> tuple[tuple[CurveGroup, ...], tuple[CurveView, ...]]:
-    """Return the curves that are shown at once, in groups, and all others.
+) -> tuple[tuple[tuple[str, tuple[CurveView, ...]], ...], tuple[CurveView, ...]]:
+    """Return the curves that are shown at once, in groups with titles, and all others.
 
     The number beside a curve is its final value, the mean of its last tenth. Staleness that
     is 0 throughout, as in a synchronous run, has no curve.
@@ -117,12 +109,10 @@ def curve_groups(
     for name, points in curves.items():
         series = Series(points, format_number(ends_of(points)[1]))
         views[name] = curve_view(name, [series], most, *units.get(name, ("", "")))
-    groups = [
-        CurveGroup(title, tuple(views[name] for name in names if name in views)) for title, names in named
-    ]
-    shown = {curve.name for group in groups for curve in group.curves}
+    groups = [(title, tuple(views[name] for name in names if name in views)) for title, names in named]
+    shown = {curve.name for _, members in groups for curve in members}
     others = tuple(view for name, view in views.items() if name not in shown)
-    return tuple(group for group in groups if group.curves), others
+    return tuple(group for group in groups if group[1]), others
 
 
 def with_staleness(curves: Mapping[str, Points]) -> Mapping[str, Points]:

@@ -12,7 +12,8 @@ from hflow.base.text import format_count, format_number, format_seconds, format_
 from hflow.planner.plan.forecast import CycleStep, Period, Slot
 from hflow.report.formatting import ends_of, format_missing
 from hflow.report.html.plan.gantt import NUM_COLOURS, Bar, ChartLane, Gantt, period_gantt, stack, ticks
-from hflow.report.html.run.curves import MAX_STALENESS, CurveGroup, CurveView, curve_groups
+from hflow.report.html.plan.headline import Tile
+from hflow.report.html.run.curves import MAX_STALENESS, CurveView, curve_groups
 from hflow.report.tables import TableView
 from hflow.runtime.records.activity import DEVICE, GENERATE, Activity, OngoingWork
 
@@ -47,10 +48,7 @@ def measured_gantt(spans: Sequence[MeasuredSpan]) -> Gantt | None:
 def live_gantt(trace: MeasuredTrace, activity: Activity | None, now: float) -> Gantt | None:
     """Return the chart of the last steps until now, with what workers do now; None before the first span.
 
-    Args:
-        trace: what workers have done.
-        activity: what they do.
-        now: seconds since the epoch.
+    `now` is in seconds since the epoch.
     """
     spans = trace.until_now(activity, now)
     if not spans:
@@ -75,7 +73,8 @@ def _chart(spans: Sequence[MeasuredSpan], start: float, end: float, title: str, 
     for span in spans:
         if span.start < end and span.end > start:
             lanes.setdefault((span.worker, span.lane), []).append(span)
-    ordered = sorted(lanes, key=lambda key: (_worker_number(key[0]), _lane_order(key[1]), key[1]))
+    first = {lane: i for i, lane in enumerate(LANE_ORDER)}
+    ordered = sorted(lanes, key=lambda key: (_worker_number(key[0]), first.get(key[1], len(first)), key[1]))
     shown = ordered[:MAX_LANES]
     num_hidden = len(ordered) - len(shown)
     charts = tuple(_lane(worker, lane, lanes[worker, lane], start, end) for worker, lane in shown)
@@ -140,10 +139,6 @@ def _worker_number(worker: str) -> int:
     return int(number) if number.isdigit() else -1
 
 
-def _lane_order(lane: str) -> int:
-    return LANE_ORDER.index(lane) if lane in LANE_ORDER else len(LANE_ORDER)
-
-
 STEP_SECONDS, SAMPLES, STALENESS = "time/step_seconds", "time/samples_per_second", "staleness/mean"
 NO_TRACE = "The run has no trace."
 NO_SPANS = "Nothing is written yet of what workers did."
@@ -159,15 +154,6 @@ TERMS: tuple[tuple[str, str], ...] = (
 )
 """(word, explanation)."""
 MAX_KEYS = 400
-
-
-@dataclass(frozen=True)
-class FigureTile:
-    """One number at the top of the page."""
-
-    label: str
-    value: str
-    note: str
 
 
 @dataclass(frozen=True)
@@ -226,10 +212,11 @@ class RunPageView:
     state: str
     is_running: bool
     now: NowView | None
-    """None: the run does not go on, or the page does not follow it."""
+    """None: the run has ended, or the page does not follow it."""
     story: tuple[str, ...]
-    tiles: tuple[FigureTile, ...]
-    groups: tuple[CurveGroup, ...]
+    tiles: tuple[Tile, ...]
+    groups: tuple[tuple[str, tuple[CurveView, ...]], ...]
+    """(title, curves that belong together)."""
     others: tuple[CurveView, ...]
     measured: Gantt | None
     no_measured: str
@@ -249,12 +236,7 @@ class RunPageView:
 
 
 def run_page_view(report: RunReport, now: float | None = None) -> RunPageView:
-    """Return the content of a run's page.
-
-    Args:
-        report: what the run has written.
-        now: seconds since the epoch, on a page that follows the run; None: on a report.
-    """
+    """Return the content of a run's page, which follows the run if `now`, in seconds since 1970, is set."""
     record = report.record
     nodes = record.plan["graph"]["nodes"]
     train_nodes = [node["spec"]["name"] for node in nodes if node["spec"]["verb"] == "train"]
@@ -392,26 +374,26 @@ def flat_text(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield f"{prefix}{key}", str(value)
 
 
-def _tiles(report: RunReport) -> Iterator[FigureTile]:
+def _tiles(report: RunReport) -> Iterator[Tile]:
     record, curves = report.record, report.record.curves
-    yield FigureTile("Steps", f"{record.steps:,}", f"of {record.config['steps']:,}")
+    yield Tile("Steps", f"{record.steps:,}", f"of {record.config['steps']:,}")
     for name in [name for name in record.results if not name.endswith("/loss")][:2]:
         first, last = ends_of(curves[name])
         lacks = _missing(report, name)
         note = f"from {format_number(first)}; means of a tenth of the run"
-        yield FigureTile(name, format_number(last), f"{note}; {lacks}" if lacks else note)
+        yield Tile(name, format_number(last), f"{note}; {lacks}" if lacks else note)
     if STEP_SECONDS in curves:
         values = [value for _, value in curves[STEP_SECONDS]]
         planned = planned_seconds(report)
         note = f"median; planned {format_seconds(planned)}" if planned else "median"
-        yield FigureTile("A step", format_seconds(statistics.median(values)), note)
+        yield Tile("A step", format_seconds(statistics.median(values)), note)
     if SAMPLES in curves:
         values = [value for _, value in curves[SAMPLES]]
-        yield FigureTile("Throughput", f"{format_count(statistics.median(values))} samples/s", "median")
+        yield Tile("Throughput", f"{format_count(statistics.median(values))} samples/s", "median")
     if STALENESS in curves:
         mean = statistics.fmean(value for _, value in curves[STALENESS])
         most = max(value for _, value in curves.get(MAX_STALENESS, curves[STALENESS]))
-        yield FigureTile("Staleness", f"{mean:.2g}", f"versions on average, {most:g} at most")
+        yield Tile("Staleness", f"{mean:.2g}", f"versions on average, {most:g} at most")
 
 
 def planned_seconds(report: RunReport) -> float | None:
@@ -473,7 +455,6 @@ def sample_views(report: RunReport) -> Iterator[SampleView]:
 
 
 def _text_parts(row: Mapping[str, Any]) -> Iterator[TextPart]:
-    """Yield the turns of one of a sample's texts."""
     for turn in row["turns"]:
         tokens = tuple((str(text), logprob, version) for text, logprob, version in turn.get("tokens", ()))
         images = tuple(url for url in map(str, turn.get("images", ())) if url.startswith("data:image/"))

@@ -91,7 +91,6 @@ def _lag(lag: int, at_most: bool = False) -> str:
 
 
 def _waits(node: Node, edges: list[tuple[str, str]]) -> Iterator[Text]:
-    """Return one line for each kind of edge."""
     columns = [read.field for read in node.reads if read.producer == node.name and node.spec.opens_stream]
     if columns:
         yield Text.assemble(dim("dataset "), ", ".join(columns))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich import box
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from hflow.base.text import (
@@ -23,6 +21,7 @@ from hflow.planner.plan.forecast import CycleStep, PhaseMemory
 from hflow.planner.plan.hardware import Hardware
 from hflow.planner.plan.rows import Plan
 from hflow.report.content import Facts, choice_lines, facts
+from hflow.report.text.section import frame
 
 MIN_SHARE = 0.01
 """Nodes with a smaller share of the critical cycle are counted, not named."""
@@ -30,12 +29,7 @@ MIN_SHARE = 0.01
 
 def header(plan: Plan) -> Panel:
     """Return a frame with one line for each question that a reader asks first."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim")
-    grid.add_column(overflow="fold")
-    for label, value in _rows(plan):
-        grid.add_row(label, value)
-    return Panel(grid, title=Text(f"{plan.recipe} on {plan.cluster.name}", style="bold"), box=box.ROUNDED)
+    return frame(f"{plan.recipe} on {plan.cluster.name}", _rows(plan))
 
 
 def staleness_line(plan: Plan) -> str:
@@ -58,7 +52,6 @@ def cluster_line(plan: Plan) -> str:
 
 
 def _machines(cluster: ClusterSpec, hardware: Hardware, bound: str) -> str:
-    """Describe equal machines."""
     kind = f"{hardware.device.name} device"
     devices = f"{pluralize(cluster.devices_per_node, kind)} of {format_bytes(cluster.memory_bytes)}"
     used = [

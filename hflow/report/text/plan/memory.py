@@ -65,14 +65,7 @@ FREE, LIMIT = "·", "|"
 
 
 def memory_bar(phase: PhaseMemory, scale: int, capacity: int, width: int) -> Text:
-    """Return the bar of one phase.
-
-    Args:
-        phase: what is held.
-        scale: bytes of the whole width: the larger of capacity and peak.
-        capacity: marked by `|` if the bar is longer.
-        width: columns.
-    """
+    """Return the bar of one phase, `scale` bytes in `width` columns; `|` is the capacity in a longer one."""
     bar, filled, end = Text(), 0.0, 0
     for items, is_resident in ((phase.resident, True), (phase.transient, False)):
         for category, size in _by_category(items):
@@ -81,7 +74,10 @@ def memory_bar(phase: PhaseMemory, scale: int, capacity: int, width: int) -> Tex
             letter = LETTERS[category].upper() if is_resident else LETTERS[category]
             bar.append(letter * (end - start), COLOURS[category])
     bar.append(FREE * (width - end), "dim")
-    return bar if scale <= capacity else _marked(bar, round(capacity / scale * width))
+    if scale <= capacity:
+        return bar
+    at = round(capacity / scale * width)
+    return Text.assemble(bar[:at], (LIMIT, "bold red"), bar[at + 1 :])
 
 
 def legend(used: Container[MemoryCategory]) -> Text:
@@ -96,10 +92,6 @@ def _by_category(items: Iterable[MemoryItem]) -> list[tuple[MemoryCategory, int]
     for item in items:
         sizes[item.category] = sizes.get(item.category, 0) + item.num_bytes
     return [(category, sizes[category]) for category in MemoryCategory if category in sizes]
-
-
-def _marked(bar: Text, at: int) -> Text:
-    return Text.assemble(bar[:at], (LIMIT, "bold red"), bar[at + 1 :])
 
 
 BUDGET = 22

@@ -30,10 +30,10 @@ OPTIMIZER = OptimizerKind(
     traits=OptimizerTraits(
         states=_states,
         # As AdamW (40). Each of two moments is read by way of 32 bits (9) into fp32 (8), scaled (8), read for
-        # its block's scale (4), divided (8), and written by way of 32 bits (13).
-        step_bytes=140,
+        # its block's scale (8), divided (8), and written by way of 32 bits (13).
+        step_bytes=148,
         options=("betas", "eps"),
-        buffer_bytes=12,  # both moments in fp32, and numbers of 32 bits
+        buffer_bytes=16,  # both moments in fp32, and numbers of 32 bits, of which a CPU needs two
     ),
     build=_build,
 )

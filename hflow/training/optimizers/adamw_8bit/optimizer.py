@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from hflow.base.devices import is_gpu
 from hflow.data.batches.device_copy import to_device
-from hflow.planner.plan.optimizers import CHUNK
 from hflow.training.optimizers.adamw.optimizer import update_adamw
 from hflow.training.optimizers.adamw_8bit.blocks import BLOCK
-from hflow.training.optimizers.base import BaseOptimizer
+from hflow.training.optimizers.base import BaseOptimizer, chunk_size
 
 _NUM_DECADES = 7
 _TINY = torch.finfo(torch.float32).tiny
@@ -33,9 +33,10 @@ class GroupAdamW8Bit(BaseOptimizer):
             means, squares = map(list, zip(*map(self._moments_of, weights), strict=True))
             update_adamw(group, weights, gradients, means, squares)
             return
+        size = chunk_size(weights[0].device)
         for weight, gradient in zip(weights, gradients, strict=True):
-            stored = (x.split(CHUNK // BLOCK) for x in self._quantized(weight))
-            flat = (x.view(-1).split(CHUNK) for x in (weight, gradient))
+            stored = (x.split(size // BLOCK) for x in self._quantized(weight))
+            flat = (x.view(-1).split(size) for x in (weight, gradient))
             for parts in zip(*flat, *stored, strict=True):
                 _update_chunk(group, *parts)
 
@@ -101,10 +102,19 @@ def quantize(x: Tensor, codes: Tensor, scales: Tensor, *, is_signed: bool) -> No
         scales: fp32 `[blocks]`, written: the largest size of a number.
         is_signed: whether there are negative numbers.
     """
-    torch.linalg.vector_norm(x, torch.inf, dim=1, out=scales)
-    scales.clamp_(min=_TINY)
-    _, middles = _map_on(x.device, is_signed)
-    codes.copy_(torch.bucketize(x.div_(scales[:, None]), middles, out_int32=True))
+    torch.maximum(x.amax(1), x.amin(1).neg_(), out=scales).clamp_(min=_TINY)
+    x.div_(scales[:, None])
+    if is_gpu(x.device.type):
+        _, limits = _map_on(x.device, is_signed)
+        codes.copy_(torch.bucketize(x, limits, out_int32=True))
+        return
+    # The search in 255 limits takes a CPU 40 ns for each number, tables of its cell 4 ns.
+    places, limits = _cells(is_signed)
+    cells = (x.view(torch.int32) >> 16).bitwise_and_(0xFFFF).view(-1)
+    torch.index_select(places, 0, cells, out=codes.view(-1))
+    limits = limits.index_select(0, cells)
+    del cells
+    codes.view(-1).add_((x.view(-1) > limits).view(torch.uint8))
 
 
 def dequantize(codes: Tensor, scales: Tensor, *, is_signed: bool) -> Tensor:
@@ -140,3 +150,16 @@ def _map_on(device: torch.device, is_signed: bool) -> tuple[Tensor, Tensor]:
     if not is_signed:
         limits[0] = 0
     return to_device(numbers, device), to_device(limits, device)
+
+
+@cache
+def _cells(is_signed: bool) -> tuple[Tensor, Tensor]:
+    """Return, for fp32 numbers of the same 16 upper bits, the place of the smallest, and the limit above it.
+
+    Numbers between -1 and 1 that have these bits in common are on both sides of one limit at most.
+    """
+    _, limits = _map_on(torch.device("cpu"), is_signed)
+    bits = torch.arange(1 << 16) << 16
+    bits[1 << 15 :] += 0xFFFF  # of negative numbers, the smallest is largest in size
+    places = torch.bucketize(bits.int().view(torch.float32), limits)
+    return places.to(torch.uint8), torch.cat([limits, torch.tensor([torch.inf])])[places]

@@ -23,10 +23,11 @@ OPTIMIZER = OptimizerKind(
     summary="AdamW with moments in bf16, rounded stochastically.",
     traits=OptimizerTraits(
         states=lambda optim, is_matrix: STATES,
-        # As AdamW (40). Two moments are also cast to fp32, rounded with random numbers, and cast back.
-        step_bytes=88,
+        # As AdamW (40). Each of two moments is cast to fp32 (6), rounded with random numbers that are changed
+        # (8), added (12) and cut off (8), and cast back (6).
+        step_bytes=120,
         options=("betas", "eps"),
-        buffer_bytes=14,  # both moments in fp32, random numbers, and on a CPU these as 32 bits
+        buffer_bytes=12,  # both moments in fp32, and random numbers
     ),
     build=_build,
 )

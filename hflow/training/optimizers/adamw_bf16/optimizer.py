@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hflow.planner.plan.optimizers import CHUNK
 from hflow.training.optimizers.adamw.optimizer import update_adamw
-from hflow.training.optimizers.base import BaseOptimizer
+from hflow.training.optimizers.base import BaseOptimizer, chunk_size
 
 _LOW_BITS = 16
 """The bits of an fp32 number that bf16 has not."""
@@ -26,36 +25,54 @@ class GroupAdamWBf16(BaseOptimizer):
 
     @override
     def _step(self, group: dict[str, Any], weights: list[Tensor], gradients: list[Tensor]) -> None:
-        generator = torch.Generator(weights[0].device).manual_seed(group["step"])
+        device, largest = weights[0].device, max(weight.numel() for weight in weights)
+        size = min(largest, chunk_size(device))
+        noise = Noise(size, group["step"], device)
         for weight, gradient in zip(weights, gradients, strict=True):
-            flat = (x.view(-1).split(CHUNK) for x in (weight, gradient, *self.states_of(weight)))
+            flat = (x.view(-1).split(size) for x in (weight, gradient, *self.states_of(weight)))
             for parts in zip(*flat, strict=True):
-                _update_chunk(group, generator, *parts)
+                _update_chunk(group, noise, *parts)
 
     @override
     def states_of(self, weight: Tensor) -> tuple[Tensor, ...]:
         return self._state(weight, "exp_avg", "exp_avg_sq", dtype=torch.bfloat16)
 
 
+class Noise:
+    """Random numbers of 16 bits, int32 `[size]`.
+
+    Each use takes the numbers of the last one with some of their bits inverted, the same of all, which are
+    drawn. So every number is uniform, and any two are independent, also of different uses. To draw all of
+    them again would take more than the rest of a step.
+
+    Args:
+        size: how many are used at once, at most.
+        seed: on what they depend.
+        device: where they are.
+    """
+
+    def __init__(self, size: int, seed: int, device: torch.device) -> None:
+        self._generator = torch.Generator(device).manual_seed(seed)
+        self._numbers = self._draw(size)
+
+    def take(self, num: int) -> Tensor:
+        """Return as many numbers, until the next use."""
+        return self._numbers.bitwise_xor_(self._draw(1))[:num]
+
+    def _draw(self, num: int) -> Tensor:
+        drawn = torch.empty(num, dtype=torch.int32, device=self._generator.device)
+        return drawn.random_(0, 1 << _LOW_BITS, generator=self._generator)
+
+
 def _update_chunk(
-    group: dict[str, Any],
-    generator: torch.Generator,
-    weight: Tensor,
-    gradient: Tensor,
-    *states: Tensor,
+    group: dict[str, Any], noise: Noise, weight: Tensor, gradient: Tensor, *states: Tensor
 ) -> None:
     """Update entries of a weight, and their moments."""
     mean, square = (state.float() for state in states)
     update_adamw(group, [weight], [gradient], [mean], [square])
     for state, moment in zip(states, (mean, square), strict=True):
-        round_stochastically(moment, random_bits(len(moment), generator))
+        round_stochastically(moment, noise.take(len(moment)))
         state.copy_(moment)
-
-
-def random_bits(num: int, generator: torch.Generator) -> Tensor:
-    """Return random numbers of 16 bits, int16 `[num]`. Four are drawn at once, which takes most of a step."""
-    drawn = torch.empty(-(-num // 4), dtype=torch.int64, device=generator.device)
-    return drawn.random_(-(1 << 63), None, generator=generator).view(torch.int16)[:num]
 
 
 def round_stochastically(x: Tensor, noise: Tensor) -> None:
@@ -66,9 +83,8 @@ def round_stochastically(x: Tensor, noise: Tensor) -> None:
 
     Args:
         x: fp32 of any shape.
-        noise: int16 of the same shape, from `random_bits`.
+        noise: int32 of the same shape, random numbers of 16 bits.
     """
     bits = x.view(torch.int32)
     bits += noise
-    bits += 1 << (_LOW_BITS - 1)  # the sum of both is at least 0
     bits &= -(1 << _LOW_BITS)

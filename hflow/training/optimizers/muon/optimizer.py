@@ -25,21 +25,24 @@ def orthogonalize(x: Tensor) -> Tensor:
     divided by its Frobenius norm. In exact arithmetic they map singular values that are at least 0.003 of the
     norm to between 0.68 and 1.13.
 
+    A tall x is multiplied from the right instead, `x (x^T x)`: where its transpose was written, torch had no
+    library for products in bf16 on a CPU.
+
     Args:
-        x: `[matrices, rows, columns]`. It is overwritten.
+        x: `[matrices, rows, columns]`, contiguous. It is overwritten.
     """
     a, b, c = COEFFICIENTS
-    is_tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if is_tall else x
+    rows, columns = x.shape[-2:]
+    is_tall, short = rows > columns, min(rows, columns)
     x.div_(torch.linalg.matrix_norm(x, keepdim=True).clamp_(min=EPS))
-    other, gram = x.new_empty(x.shape), x.new_empty(*x.shape[:2], x.shape[1])
+    other, gram = torch.empty_like(x), x.new_empty(len(x), short, short)
     polynomial = torch.empty_like(gram)
     for _ in range(NUM_ITERATIONS):
-        torch.bmm(x, x.mT, out=gram)
+        torch.bmm(*((x.mT, x) if is_tall else (x, x.mT)), out=gram)
         torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
-        torch.baddbmm(x, polynomial, x, beta=a, out=other)
+        torch.baddbmm(x, *((x, polynomial) if is_tall else (polynomial, x)), beta=a, out=other)
         x, other = other, x
-    return x.mT if is_tall else x
+    return x
 
 
 class GroupMuon(BaseOptimizer):

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import datetime
 import threading
+import time
 from collections.abc import Iterable
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -49,7 +50,7 @@ from hflow.weights.rendezvous import connect_store, listen_where, open_store
 _SHORTEST_WAIT, _LONGEST_WAIT = 0.0005, 0.05
 """Seconds between two looks at whether the receivers wait for a bucket, at first and at last."""
 _CLOSE_SECONDS = 1.0
-"""How long a closed channel waits for a broadcast that is under way."""
+"""How long a closed channel waits for a broadcast that is under way, which is aborted after half of it."""
 
 
 class CollectiveBucket(NamedTuple):
@@ -300,7 +301,24 @@ class _Stream:
             with accelerator.stream(stream):
                 packed.wait(stream)
                 _begin_broadcast(group, payload).wait()
-                stream.synchronize()
+                sent = stream.record_event()
+            if not self._is_sent(sent):
+                group.abort()
+                return
+
+    def _is_sent(self, sent: torch.Event) -> bool:
+        """Wait until a bucket is sent; returns False if the channel was closed and its receivers are gone.
+
+        NCCL would wait for them until torch ends this process, which trains.
+        """
+        closed = None
+        while not sent.query():
+            if closed is None and self._closed.is_set():
+                closed = time.monotonic()
+            if closed is not None and time.monotonic() > closed + _CLOSE_SECONDS / 2:
+                return False
+            time.sleep(_SHORTEST_WAIT)
+        return True
 
     def _all_wait(self, store: TCPStore, handle: CollectiveBucket) -> bool:
         """Wait until all first receivers wait for a bucket; returns False if the channel was closed."""
