@@ -135,10 +135,10 @@ def compare(path: Path, layout: str, position: RankPosition) -> None:
 def outputs(stage: Stage, tokens: PackedTokens, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """All logits `[T, V']` by every tensor rank's part of them, and the backend's own log-probs `[T]`."""
     rows = tokens.expand(hidden)
-    part = stage.logits(rows).whole().float()
+    source = stage.logits(rows)
+    part = source.whole().float()
     parts = [torch.empty_like(part) for _ in range(stage.parallel.tensor)]
     dist.all_gather(parts, part.contiguous(), group=stage.parallel.groups.tp)
-    source = stage.logits(rows)
     return torch.cat(parts, dim=-1), source.logprobs_of(following(tokens.input_ids)[:, None])[:, 0]
 
 

@@ -46,7 +46,7 @@ def seconds_of(step: Callable[[], object]) -> dict[str, float]:
 
 
 def products(weights: Iterable[torch.Tensor]) -> Callable[[], None]:
-    """Return what computes the products of Muon's updates and nothing else, each in memory of its own."""
+    """Return a function that computes only the products of Muon's updates, each in its own memory."""
     factors = []
     for weight in weights:
         x = torch.randn(1, min(weight.shape), max(weight.shape)).bfloat16()

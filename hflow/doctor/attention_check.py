@@ -73,12 +73,10 @@ def attention_error(device: str, dtype: torch.dtype, case: AttentionCase) -> Att
 
 def _sharing(num_shared: int) -> PrefixSharing:
     """Return the rows of the sequences where the last three begin with the same tokens."""
-    starts, tokens = np.cumsum(LENGTHS) - LENGTHS, np.arange(sum(LENGTHS))
-    owner = tokens.copy()
+    starts, owner = np.cumsum(LENGTHS) - LENGTHS, np.arange(sum(LENGTHS))
     for start in starts[-2:]:
         owner[start : start + num_shared] = np.arange(starts[-3], starts[-3] + num_shared)
-    token_of_row = np.flatnonzero(owner == tokens)
-    return PrefixSharing(token_of_row, np.searchsorted(token_of_row, owner))
+    return PrefixSharing.of_owners(owner)
 
 
 def _exact(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:

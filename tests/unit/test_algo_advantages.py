@@ -235,7 +235,7 @@ def test_the_optimal_token_baseline_is_that_of_verl(lengths, seed):
 
 
 def test_the_optimal_token_baseline_has_the_numbers_of_verl():
-    """Those of its code, for answers of 3, 2 and 3 tokens with rewards 1, 0 and 0.5."""
+    """For answers of 3, 2 and 3 tokens with rewards 1, 0 and 0.5."""
     logprobs = torch.tensor([0.5, 0.2, 0.9, 0.3, 0.6, 0.8, 0.4, 0.1]).log()
     norms = 1 - 2 * logprobs.exp() + torch.tensor([0.4, 0.3, 0.85, 0.3, 0.5, 0.7, 0.3, 0.4])
     seqs = Sequences.of([3, 2, 3], group=[0, 0, 0])

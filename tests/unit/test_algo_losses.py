@@ -206,7 +206,7 @@ def test_cispo_without_a_range_is_the_policy_gradient():
 
 
 def test_generalised_jsd_has_the_numbers_of_trl():
-    """Those of its `generalized_jsd_loss` (1.8): student and teacher logits, and beta."""
+    """TRL 1.8, `generalized_jsd_loss`, called with the same student and teacher logits and betas."""
     student, teacher = (torch.tensor(x).log_softmax(0) for x in ([0.5, -1.0, 2.0], [1.5, 0.0, -0.5]))
     found = [algo.topk_divergence(student[:2], teacher[:2], beta).item() for beta in (0.0, 0.25, 1.0)]
     assert found == pytest.approx([1.0862728, 0.1960141, 1.3146340], abs=1e-5)

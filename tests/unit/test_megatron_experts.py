@@ -61,7 +61,7 @@ def test_a_bias_changes_what_is_chosen_and_no_weight():
 
 @pytest.mark.parametrize(("best", "kept"), [(1, slice(2, 4)), (2, slice(4, 6))])
 def test_experts_are_chosen_in_the_best_groups(best, kept):
-    """Of three groups of two experts one is kept, by its best score or by the sum of both."""
+    """One of three groups of two experts is kept, by its best score or by the sum of both."""
     scores = torch.tensor([[3.0, 2.0, 6.0, 1.0, 4.0, 3.5]])
     ranks = router(2, False, num_groups=3, num_kept_groups=1, best_of_group=best)._ranks(scores)
     assert torch.equal(ranks[:, kept], scores[:, kept])

@@ -26,6 +26,16 @@ class PrefixSharing:
     row_of_token: Rows
     """int64 `[T]`: the row that has each token's result."""
 
+    @classmethod
+    def of_owners(cls, owner: Rows) -> PrefixSharing:
+        """Return the mapping in which each token has the result of its owner, an equal token or itself.
+
+        Args:
+            owner: int64 `[T]`. An owner is its own owner.
+        """
+        token_of_row = np.flatnonzero(owner == np.arange(len(owner)))
+        return cls(token_of_row, np.searchsorted(token_of_row, owner))
+
 
 def share_prefixes(batch: Batch, names: Sequence[str] = ("input_ids",)) -> PrefixSharing | None:
     """Find the tokens with which all sequences of a group begin.
@@ -42,10 +52,8 @@ def share_prefixes(batch: Batch, names: Sequence[str] = ("input_ids",)) -> Prefi
         first, num = starts[rows[0]], shared[rows[0]]
         for row in rows[1:]:
             owner[starts[row] : starts[row] + num] = np.arange(first, first + num)
-    token_of_row = np.flatnonzero(owner == np.arange(len(owner)))
-    if len(token_of_row) == len(owner):
-        return None
-    return PrefixSharing(token_of_row, np.searchsorted(token_of_row, owner))
+    sharing = PrefixSharing.of_owners(owner)
+    return sharing if len(sharing.token_of_row) < len(owner) else None
 
 
 def shared_tokens(batch: Batch, names: Sequence[str] = ("input_ids",)) -> Rows:

@@ -75,7 +75,7 @@ class EngineManager:
     def load_weights(
         self, replica: str, version: int, incoming: Sequence[IncomingWeights] | None
     ) -> LoadedWeights | None:
-        """Give a stopped engine the weights of a version, and return what it loaded, if anything.
+        """Give a stopped engine the weights of a version; return the checksums of what it loaded, or None.
 
         What was sent is loaded also by an engine that has the version: another engine of the replica, which
         was replaced, may need it as a member of the same broadcast.
