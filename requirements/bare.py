@@ -24,7 +24,7 @@ TESTS = (
     "attention_kernels",
     "backend_traits",
     "decode_graphs",
-    "decode_kernel",
+    "decode_kernels",
     "doctor_gpus",
     "engine",
     "engine_pages",

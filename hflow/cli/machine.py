@@ -21,6 +21,7 @@ from hflow.doctor.collectives import check_collectives
 from hflow.doctor.finding import Finding
 from hflow.doctor.gpus import (
     check_attention,
+    check_decoding,
     check_gpus,
     check_layer_times,
     check_layers,
@@ -74,6 +75,7 @@ def _check_gpus(num_gpus: int) -> Iterator[Finding]:
     device = "cuda" if num_gpus else "cpu"
     yield from in_child(check_attention, device)
     if num_gpus:
+        yield from in_child(check_decoding, device)
         yield from in_child(check_layers, device)
         yield from in_child(check_sockets, device)
     yield from check_layer_times(device)

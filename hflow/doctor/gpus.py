@@ -63,6 +63,7 @@ Result = TypeVar("Result")
 
 _ATTENTION_FIX = "install the builds of torch and flash-attn that the README names, or uninstall the latter"
 _LAYER_FIX = "set models.NAME.kernels=torch, and report it with the versions of torch, CUDA and the package"
+_DECODE_FIX = "set models.NAME.gen.engine=vllm, and report it with the versions of torch and triton"
 _FAILURES = (BackendError, RuntimeError, AssertionError, AttributeError, ImportError, TypeError, ValueError)
 """What a package may raise that was built for others, or that has other interfaces."""
 
@@ -183,6 +184,25 @@ def check_attention(device: str) -> Iterator[Finding]:
         is_right = max(error.output, error.gradient) <= MAX_ATTENTION_ERROR[dtype]
         detail = f"{error.kernel}: output and gradient differ from float64 by {error.output:.1g} and "
         yield Finding("kernel", name, is_right, f"{detail}{error.gradient:.1g}", _ATTENTION_FIX)
+
+
+def check_decoding(device: str) -> Iterator[Finding]:
+    """Compare the Triton kernels of the embedded engine with torch on the CPU."""
+    import torch
+
+    for name, dtype in {"fp32": torch.float32, "bf16": torch.bfloat16}.items():
+        limit = MAX_ATTENTION_ERROR[name]
+        try:
+            from hflow.doctor.decode_check import decode_errors
+
+            errors = list(decode_errors(device, dtype))
+        except _FAILURES as problem:
+            line = (str(problem) or type(problem).__name__).splitlines()[0]
+            yield Finding("kernel", f"decode {name}", False, line, _DECODE_FIX)
+            continue
+        detail = f"triton: {', '.join(f'{kernel} {error:.1g}' for kernel, error in errors)} from torch"
+        is_right = all(error <= limit for _, error in errors)
+        yield Finding("kernel", f"decode {name}", is_right, f"{detail}, at most {limit:g}", _DECODE_FIX)
 
 
 def check_layers(device: str) -> Iterator[Finding]:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cache
+from importlib import import_module
 from inspect import signature
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +59,19 @@ CAUSAL = Reach()
 """All keys up to a query's own."""
 
 
+class StoredHeads(NamedTuple):
+    """Where the keys and values of the first N rows are stored."""
+
+    keys: Tensor
+    """The keys of a layer, `[pages, K, P, d]`."""
+    values: Tensor
+    """The values, as `keys`."""
+    blocks: Tensor
+    """int64 `[N]`: the page of each row."""
+    offsets: Tensor
+    """int64 `[N]`: its place there."""
+
+
 def kernel_of(device: torch.device, dtype: torch.dtype) -> AttentionKernel:
     """Return the kernel for packed sequences on a device.
 
@@ -70,6 +85,11 @@ def kernel_of(device: torch.device, dtype: torch.dtype) -> AttentionKernel:
     if chosen.kernel in FLASH_MODULES:
         _flash_kernel(chosen.kernel)
     return chosen.kernel
+
+
+def triton_kernels(device: torch.device) -> ModuleType | None:
+    """Return hflow's Triton kernels (`decode_kernels`); None on devices where torch computes instead."""
+    return import_module("hflow.models.decode_kernels") if has_cuda_api(device.type) else None
 
 
 def varlen_attention(
@@ -202,11 +222,10 @@ def decode_attention(
         `[S, H, d]`.
     """
     is_plain = reach.window is None and reach.sinks is None and v.shape == k.shape
-    if is_plain and decode_kernel(q.device.type, _NAMES[q.dtype]) is AttentionKernel.TRITON:
-        from hflow.models.decode_kernel import triton_decode_attention
-
+    if is_plain and (kernels := triton_kernels(q.device)) is not None:
         num_calls[AttentionKernel.TRITON] += 1
-        return triton_decode_attention(q, k, v, table, lengths, scaling)
+        attended: Tensor = kernels.triton_decode_attention(q, k, v, table, lengths, scaling)
+        return attended
     k, v = (x[table].transpose(1, 2).flatten(2, 3) for x in (k, v))
     mask = additive_mask(lengths - 1, k.shape[2], q.dtype, reach.window)
     return cached_attention(q, k, v, mask, scaling, reach.sinks)
