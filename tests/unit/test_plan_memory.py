@@ -465,6 +465,19 @@ def test_what_vllm_keeps_in_processes_of_its_own():
     assert vllm_memory.graph_sizes(512)[-2:] == [496, 512]
 
 
+def test_captured_steps_of_the_embedded_engine_take_memory_where_there_are_any():
+    """Seven graphs of 4 to 128 rows, 348 in all, with 32 layers of 256 KiB, and hidden states in bf16."""
+
+    def held(shape=LLAMA_7B, *, on_cpu=False, **asked):
+        one = rank(shape, "d1", "embedded", on_cpu=on_cpu, dtype="bf16", max_running=128, **asked)
+        return named(embedded_memory.captured_steps(one)), one
+
+    found, one = held()
+    between = activations.layer_without_gradient(one, 128, pads=False)
+    assert found == {"CUDA graphs": 7 * 32 * 2**18 + 348 * 4096 * 2 + between}
+    assert held(cuda_graphs=False)[0] == held(on_cpu=True)[0] == held(lora=LoraConfig(r=8))[0] == {}
+
+
 def test_vllm_assembles_what_a_rank_holds_a_part_of_beside_the_module_that_it_makes_anew():
     # The largest module: gate and up, 2 x 11,008 rows of 4,096, or the 32,000 rows of the vocabulary.
     mlp, vocab = (2 * rows * 4_096 for rows in (2 * 11_008, 32_000))

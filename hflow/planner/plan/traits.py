@@ -93,6 +93,8 @@ class BackendTraits:
     captured_families: tuple[str, ...] | None = ()
     """The `model_type`s of which an engine's decode steps are CUDA graphs on a GPU, without adapters. None:
     all, also with adapters."""
+    logit_passes: float = 0.0
+    """How often drawing a token on a GPU reads or writes a logit, where no figure of its host counts that."""
     schedules_ahead_on: tuple[str, ...] = ()
     """Types of devices on which an engine prepares a decode step while the device computes the one before
     (asynchronous scheduling)."""
