@@ -60,7 +60,7 @@ CAUSAL = Reach()
 
 
 class StoredHeads(NamedTuple):
-    """Where the keys and values of the first N rows are stored."""
+    """Places in a cache for the keys and values of the first N rows."""
 
     keys: Tensor
     """The keys of a layer, `[pages, K, P, d]`."""

@@ -48,7 +48,7 @@ class PackedStep:
     """Layout of the entering prompts, counted from the first of their rows; None if there are none."""
 
     def stored_heads(self, layer: int) -> StoredHeads | None:
-        """Return where a layer's keys and values are stored; None if not from the first rows, in order."""
+        """Return the places of a layer's keys and values; None if they are not those of the first rows."""
         if self.stored_rows is not None:
             return None
         return StoredHeads(*self.cache.layer(layer), self.stored_blocks, self.stored_offsets)

@@ -214,7 +214,7 @@ class _Projections(NamedTuple):
 
     joined: _JoinedLinear
     norms: tuple[Norm, Norm] | None
-    """Of queries and of keys, with one eps."""
+    """The norms of queries and of keys, which have one eps."""
 
     def __call__(
         self, x: Tensor, head_dim: int, cos: Tensor, sin: Tensor, stored: StoredHeads | None
