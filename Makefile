@@ -128,7 +128,7 @@ build/bare/installed:
 	touch $@
 
 # The configurations of vLLM's engines on GPUs, validated by its CUDA build on CPUs with a driver that does nothing:
-# half an hour, and 6 GB in build/cuda. === leaves out builds of torch for CPUs.
+# five minutes, and 6 GB in build/cuda. === leaves out builds of torch for CPUs.
 cuda-configs: env build/cuda/installed
 	build/cuda/bin/python requirements/cuda_configs.py --out benchmarks/results/cuda-configs.json
 

@@ -257,9 +257,10 @@ def configured(settings: ProcessSettings) -> dict[str, Any]:
     config = engine_config(settings)
     model, scheduler, compilation = config.model_config, config.scheduler_config, config.compilation_config
     sizes = compilation.cudagraph_capture_sizes or []
-    asked = settings.arguments
+    asked, has_graphs = settings.arguments, bool(sizes)
     assert scheduler.async_scheduling == asked["async_scheduling"], "vLLM turned asynchronous scheduling off"
-    assert max(sizes) >= asked["max_num_seqs"], "vLLM cut the sizes of CUDA graphs"
+    assert has_graphs != asked["enforce_eager"], "vLLM turned CUDA graphs on or off"
+    assert not has_graphs or max(sizes) >= asked["max_num_seqs"], "vLLM cut the sizes of CUDA graphs"
     with set_current_vllm_config(config):
         selector = AttentionSelectorConfig(
             head_size=model.get_head_size(),
@@ -275,7 +276,7 @@ def configured(settings: ProcessSettings) -> dict[str, Any]:
         "length": model.max_model_len,
         "attention": attention.rpartition(".")[2],
         "cache": config.cache_config.cache_dtype,
-        "graphs": f"{compilation.cudagraph_mode.name}, {len(sizes)} up to {max(sizes)}",
+        "graphs": f"{compilation.cudagraph_mode.name}, {len(sizes)} up to {max(sizes)}" if has_graphs else "none",
         "sleeps": model.enable_sleep_mode,
         "async": scheduler.async_scheduling,
         "v2": config.use_v2_model_runner,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hflow import launch
-from hflow.base.machine_gpus import read_gpus
+from hflow.base.machine_gpus import visible_gpus
 from hflow.base.terminal import print_text, show
 from hflow.base.text import format_share
 from hflow.doctor import check_machine
@@ -62,7 +63,7 @@ def _check_gpus(num_gpus: int) -> Iterator[Finding]:
     """Check GPUs, then try runs on them; without the GPUs that were asked for, nothing is tried."""
     memory_gib = None
     if num_gpus > 0:
-        gpus, is_usable = read_gpus(), True
+        gpus, is_usable = visible_gpus(os.environ), True
         for finding in check_gpus(gpus, num_gpus):
             is_usable &= finding.ok or not finding.required
             yield finding

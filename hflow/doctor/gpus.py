@@ -95,8 +95,11 @@ def check_gpus(gpus: Sequence[Gpu], wanted: int) -> Iterator[Finding]:
 def check_listed_gpus(gpus: Sequence[Gpu], wanted: int) -> Iterator[Finding]:
     """Check that there are enough GPUs, of one kind, with free memory."""
     if len(gpus) < wanted:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         found = f"{len(gpus)} of {wanted} GPUs"
         fix = f"hflow doctor --gpus {len(gpus)}" if gpus else "install NVIDIA's driver, or use a GPU machine"
+        if visible is not None:
+            found, fix = f"{found} with CUDA_VISIBLE_DEVICES={visible}", f"{fix}, or unset this variable"
         yield Finding("gpu", "count", False, found, fix)
     else:
         yield Finding("gpu", "count", True, f"{len(gpus)} GPUs")
@@ -105,19 +108,20 @@ def check_listed_gpus(gpus: Sequence[Gpu], wanted: int) -> Iterator[Finding]:
     if len(kinds) > 1:
         detail = "; ".join(
             f"{name} with {format_gib(size)}: "
-            + ", ".join(str(i) for i, gpu in enumerate(used) if (gpu.name, gpu.memory_bytes) == (name, size))
+            + ", ".join(str(gpu.index) for gpu in used if (gpu.name, gpu.memory_bytes) == (name, size))
             for name, size in kinds
         )
         fix = "set CUDA_VISIBLE_DEVICES to GPUs of one kind; a plan has one kind of device"
         yield Finding("gpu", "kinds", False, detail, fix)
-    for index, gpu in enumerate(used):
+    for gpu in used:
         sizes = f"{gpu.used_bytes / GIB:.1f} of {gpu.memory_gib:.1f} GiB in use"
         is_free = gpu.used_bytes <= MAX_USED_SHARE * gpu.memory_bytes
         fix = "end the processes that nvidia-smi lists, or leave this GPU out with CUDA_VISIBLE_DEVICES"
-        yield Finding("gpu", str(index), is_free, f"{gpu.name}, driver {gpu.driver}, {sizes}", fix)
+        yield Finding("gpu", str(gpu.index), is_free, f"{gpu.name}, driver {gpu.driver}, {sizes}", fix)
         if gpu.compute_mode in _LIMITED_MODES:
             detail = f"compute mode {gpu.compute_mode}: a trainer and vLLM cannot use the GPU together"
-            yield Finding("gpu", f"mode {index}", False, detail, f"nvidia-smi -i {index} -c DEFAULT, as root")
+            fix = f"nvidia-smi -i {gpu.index} -c DEFAULT, as root"
+            yield Finding("gpu", f"mode {gpu.index}", False, detail, fix)
 
 
 def check_allocator(environment: Mapping[str, str]) -> Iterator[Finding]:

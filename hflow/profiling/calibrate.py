@@ -18,7 +18,7 @@ from hflow.base.errors import ConfigError
 from hflow.config import RunConfig
 from hflow.config.schema import GenConfig, ModelConfig
 from hflow.launch.planning.request import cluster_hardware, installed_versions, known_devices
-from hflow.launch.planning.this_machine import device_of_product
+from hflow.launch.planning.this_machine import device_file, device_of_product
 from hflow.planner.forecast.cost.collectives import RankPlacement
 from hflow.planner.forecast.cost.flops import Work, work_of
 from hflow.planner.forecast.cost.generation import decode_step
@@ -163,8 +163,8 @@ def device_at_hand(recipe: Path = Path("recipe.py")) -> str:
     name = device_of_product(product, known_devices(recipe))
     if name is None:
         raise ConfigError(
-            f"hflow has no figures of {product}; describe it in hardware/devices/NAME.yaml, or name a device "
-            "that it has with --device"
+            f"hflow has no figures of {product}; describe it in {device_file(product)}, or name a device that "
+            "it has with --device"
         )
     return name
 

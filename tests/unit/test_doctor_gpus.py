@@ -31,8 +31,9 @@ DEVICES = known_devices(find_recipe("grpo"))
 H100 = "NVIDIA H100 80GB HBM3, 570.86.15, 81559, 4, Default"
 
 
-def failures(table: str, wanted: int) -> list[str]:
-    return [f"{f.detail}; {f.fix}" for f in check_listed_gpus(parse_gpus(table), wanted) if not f.ok]
+def failures(table: str, wanted: int, first: int = 0) -> list[str]:
+    listed = "\n".join(f"{i}, GPU-{i}f31, {gpu}" for i, gpu in enumerate(table.splitlines(), first))
+    return [f"{f.detail}; {f.fix}" for f in check_listed_gpus(parse_gpus(listed), wanted) if not f.ok]
 
 
 @pytest.mark.parametrize(
@@ -61,6 +62,15 @@ def test_gpus_that_a_run_cannot_use_are_named(table, wanted, line):
 def test_equal_free_gpus_are_accepted():
     assert not failures(f"{H100}\n" * 8, 8)
     assert not failures(f"{H100}\nNVIDIA L4, 570.86.15, 23034, 1, [N/A]", 1)  # the second is not used
+
+
+def test_gpus_are_those_that_the_driver_counts(monkeypatch):
+    """As CUDA_VISIBLE_DEVICES has left out the first four."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    (found,) = failures(f"{H100}\n" + H100.replace("Default", "Prohibited"), 2, first=4)
+    assert "nvidia-smi -i 5 -c DEFAULT" in found
+    (found,) = failures(f"{H100}\n" * 2, 8, first=4)
+    assert found.startswith("2 of 8 GPUs with CUDA_VISIBLE_DEVICES=4,5; hflow doctor --gpus 2, or unset")
 
 
 def test_small_shared_memory_names_the_option():

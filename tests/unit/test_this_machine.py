@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,16 +11,22 @@ import pytest
 from command_line import CommandLine
 
 from hflow.base.errors import ConfigError
+from hflow.base.machine_gpus import visible_gpus
 from hflow.base.machine_memory import machine_memory
 from hflow.base.shipped import find_recipe
 from hflow.config import RunConfig, load_config
 from hflow.launch.planning.request import known_devices
-from hflow.launch.planning.this_machine import device_of_product, visible_gpus, with_this_machine
+from hflow.launch.planning.this_machine import device_of_product, with_this_machine
 from hflow.planner.plan.hardware import GIB
 from hflow.profiling.calibrate import device_at_hand
 
 RECIPE = find_recipe("grpo")
 H100 = "NVIDIA H100 80GB HBM3, 570.86, 81559, 4, Default"
+L4 = "NVIDIA L4, 570.86, 23034, 4, Default"
+
+
+def listed(*gpus: str) -> str:
+    return "".join(f"{index}, GPU-{index}f31, {gpu}\n" for index, gpu in enumerate(gpus))
 
 
 @pytest.fixture
@@ -51,10 +58,10 @@ def test_cores_and_memory_without_gpus(machine: Path) -> None:
 
 
 def test_gpus_by_the_names_of_their_products(machine: Path) -> None:
-    machine.write_text(f"{H100}\n" * 8)
+    machine.write_text(listed(*[H100] * 8))
     config = here()
     assert (config.cluster, config.device_memory_gib) == ("h100-1x8", None)
-    machine.write_text("NVIDIA A100-SXM4-80GB, 570.86, 40960, 4, Default\n")
+    machine.write_text(listed("NVIDIA A100-SXM4-80GB, 570.86, 40960, 4, Default"))
     config = here()
     assert (config.cluster, config.device_memory_gib) == ("a100-80g-1x1", 40.0)  # such as half of a GPU
 
@@ -64,20 +71,38 @@ def test_gpus_by_the_names_of_their_products(machine: Path) -> None:
     [
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("NVIDIA H100 96GB HBM3", None),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", None),
+        ("NVIDIA H800", "h800"),
+        ("NVIDIA H800 PCIe", None),
         ("NVIDIA H200", "h200"),
+        ("NVIDIA H200 NVL", None),
         ("NVIDIA H20", "h20"),
+        ("NVIDIA H20-3e", None),
         ("NVIDIA GH200 480GB", None),
         ("NVIDIA A100-SXM4-40GB", "a100-40g"),
         ("NVIDIA A100-SXM4-80GB", "a100-80g"),
-        ("NVIDIA A100 80GB PCIe", "a100-80g"),
+        ("NVIDIA A100 80GB PCIe", "a100-80g-pcie"),
+        ("NVIDIA A100-PCIE-40GB", None),
+        ("NVIDIA A100-SXM-64GB", None),
+        ("NVIDIA A800-SXM4-80GB", None),
         ("NVIDIA A10", "a10"),
+        ("NVIDIA A10-24Q", None),
         ("NVIDIA A10G", None),
         ("NVIDIA L40S", "l40s"),
         ("NVIDIA L40", None),
         ("NVIDIA L4", "l4"),
         ("NVIDIA B200", "b200"),
         ("NVIDIA GB200", "gb200"),
+        ("NVIDIA B300 SXM6 AC", "b300"),
+        ("NVIDIA GB300", None),
         ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 5090", "rtx-5090"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", None),
+        ("AMD Instinct MI300X OAM", "mi300x"),
         ("Tesla V100-SXM2-32GB", None),
     ],
 )
@@ -93,27 +118,47 @@ def test_devices_of_products(monkeypatch: pytest.MonkeyPatch, product: str, devi
 
 
 def test_the_gpus_that_processes_may_use(machine: Path) -> None:
-    machine.write_text(f"{H100}\nNVIDIA L4, 570.86, 23034, 4, Default\n{H100}\n")
-    assert [gpu.name for gpu in visible_gpus({"CUDA_VISIBLE_DEVICES": "2,1"})] == [
-        "NVIDIA H100 80GB HBM3",
-        "NVIDIA L4",
-    ]
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
-    with pytest.raises(ConfigError, match="does not name GPUs of this machine by numbers below 3"):
-        visible_gpus({"CUDA_VISIBLE_DEVICES": "3"})
+    machine.write_text(listed(H100, L4, H100))
+
+    def chosen(visible: str, **variables: str) -> list[int]:
+        return [gpu.index for gpu in visible_gpus({"CUDA_VISIBLE_DEVICES": visible, **variables})]
+
+    assert [gpu.index for gpu in visible_gpus({})] == [0, 1, 2]
+    assert chosen("2,1", CUDA_DEVICE_ORDER="PCI_BUS_ID") == [2, 1]
+    assert chosen("GPU-2f31, GPU-0") == [2, 0]
+    assert chosen("") == []
+    for wrong in ("3", "GPU-", "MIG-2f31", "0,-1"):
+        with pytest.raises(ConfigError, match="does not name GPUs of this machine, by numbers below 3"):
+            chosen(wrong)
+    with pytest.raises(ConfigError, match="counts GPUs that differ, .* set CUDA_DEVICE_ORDER=PCI_BUS_ID"):
+        chosen("2,1")
+    machine.write_text(listed(H100, H100, H100))
+    assert chosen("2,1") == [2, 1]
 
 
 def test_refusals(machine: Path) -> None:
-    machine.write_text(f"{H100}\nNVIDIA L4, 570.86, 23034, 4, Default\n")
+    machine.write_text(listed(H100, L4))
     with pytest.raises(
         ConfigError, match="has NVIDIA H100 80GB HBM3 and NVIDIA L4; choose some of the same kind"
     ):
         here()
-    machine.write_text("Tesla V100-SXM2-32GB, 570.86, 32768, 4, Default\n")
-    with pytest.raises(ConfigError, match=r"no figures of Tesla V100-SXM2-32GB; .* set cluster=NAME-1x1"):
+    machine.write_text(listed("Tesla V100-SXM2-32GB, 570.86, 32768, 4, Default"))
+    with pytest.raises(ConfigError, match=r"no figures of Tesla V100-SXM2-32GB; .* in \S+/v100-32g.yaml"):
         here()
 
 
+def test_the_named_file_is_found(machine: Path, tmp_path: Path) -> None:
+    machine.write_text(listed("NVIDIA H200 NVL, 570.86, 143771, 4, Default"))
+    recipe = tmp_path / "mine.py"
+    config = replace(load_config(RECIPE), cluster="here")
+    with pytest.raises(ConfigError, match=r"describe it in (\S+) beside") as refusal:
+        with_this_machine(config, recipe)
+    file = tmp_path / str(refusal.value).split(" describe it in ")[1].split()[0]
+    file.parent.mkdir(parents=True)
+    shutil.copy(Path(__file__).parents[2] / "configs" / "hardware" / "devices" / "h200.yaml", file)
+    assert with_this_machine(config, recipe).cluster == "h200-nvl-1x1"
+
+
 def test_a_plan_names_the_machine(machine: Path, hflow: CommandLine) -> None:
-    machine.write_text(f"{H100}\n" * 2)
+    machine.write_text(listed(H100, H100))
     assert "grpo on h100-1x2" in hflow.prints("plan", "grpo", "cluster=here")
