@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from hflow.base.devices import has_cuda_api
+from hflow.base.devices import has_cuda_api, is_gpu
 from hflow.models.dtypes import SAVED_DTYPES
 from hflow.types.kernels import (
     FLASH_MODULES,
@@ -138,7 +138,7 @@ def padded_attention(
     """
     num_calls[AttentionKernel.SDPA] += 1
     num_shared = q.shape[1] // k.shape[1]
-    if num_shared > 1 and q.device.type != "cpu" and q.dtype is torch.float32:
+    if num_shared > 1 and is_gpu(q.device.type) and q.dtype is torch.float32:
         # No fused kernel has grouped queries in fp32, and the other one stores all scores.
         k, v = (x.repeat_interleave(num_shared, dim=1) for x in (k, v))
     return scaled_dot_product_attention(

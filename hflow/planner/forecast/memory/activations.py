@@ -219,7 +219,8 @@ def _attention_gradients(rank: Rank, batch: MicroBatch) -> int:
     """
     heads, kv = rank.query_size // rank.tensor, rank.key_value_size // rank.tensor
     own = (rank.shape.hidden + 4 * heads + 2 * kv) * batch.tokens
-    return rank.width * (own + round(SLOTS_PER_TOKEN * 2 * kv * (batch.tokens + batch.repeated)))
+    keys = 2 * kv * rank.key_copies * (batch.tokens + batch.repeated)
+    return rank.width * (own + round(SLOTS_PER_TOKEN * keys))
 
 
 def tower_activations(rank: Rank, batch: MicroBatch) -> int:

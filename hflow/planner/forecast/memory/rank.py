@@ -230,9 +230,11 @@ class Rank:
     @property
     def key_copies(self) -> int:
         """How often attention has keys and values: once, or for each query head that shares them."""
-        if not self.has_varlen_kernel or varlen_groups_queries() or flash_versions():
-            return 1
-        return self.shape.num_heads // self.shape.num_kv_heads
+        if self.has_varlen_kernel:
+            is_grouped = varlen_groups_queries() or bool(flash_versions())
+        else:
+            is_grouped = self.on_cpu  # see `padded_attention`
+        return 1 if is_grouped else self.shape.num_heads // self.shape.num_kv_heads
 
 
 @dataclass(frozen=True)
