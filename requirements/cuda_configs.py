@@ -282,7 +282,7 @@ def configured(settings: ProcessSettings) -> dict[str, Any]:
         "length": model.max_model_len,
         "attention": attention.rpartition(".")[2],
         "cache": config.cache_config.cache_dtype,
-        "graphs": f"{compilation.cudagraph_mode.name}, {len(sizes)} up to {max(sizes)}" if has_graphs else "none",
+        "graphs": compilation.cudagraph_mode.name + (f", {len(sizes)} up to {max(sizes)}" if sizes else ""),
         "sleeps": model.enable_sleep_mode,
         "async": scheduler.async_scheduling,
         "v2": config.use_v2_model_runner,
@@ -325,10 +325,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         engines = list(model_engines(Path(temporary)))
         for number, case in enumerate(cases()):
+            found, reason = [], "it generates nothing"
             try:
-                found, reason = list(planned_engines(case, Path(temporary, str(number)))), "it generates nothing"
+                found = list(planned_engines(case, Path(temporary, str(number))))
             except HflowError as error:
-                found, reason = [], str(error)
+                reason = str(error)
             engines += found
             if not found:
                 rows.append({"case": str(case), "refused": reason})

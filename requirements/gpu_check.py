@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 
 from hflow.base.machine_gpus import visible_gpus  # noqa: E402
+
 WHEELS = ROOT / "build" / "gpu-wheels"
 PACKAGES = ROOT / "build" / "gpu-packages"
 """Where the wheels are installed."""

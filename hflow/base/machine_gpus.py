@@ -18,7 +18,7 @@ class Gpu:
     """A GPU as the driver reports it."""
 
     index: int
-    """Its number among all of the machine, by which `nvidia-smi` takes it."""
+    """The number of this GPU for `nvidia-smi`, which counts all of the machine."""
     uuid: str
     """Begins with `GPU-`."""
     name: str
@@ -71,7 +71,7 @@ def visible_gpus(variables: Mapping[str, str]) -> list[Gpu]:
     is_counted = any(map(str.isdigit, names)) and variables.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID"
     if is_counted and len({gpu.name for gpu in gpus}) > 1:
         raise ConfigError(
-            f"CUDA_VISIBLE_DEVICES={chosen} counts GPUs that differ, where CUDA counts the fastest first; set "
+            f"CUDA_VISIBLE_DEVICES={chosen} counts GPUs that differ, and CUDA counts the fastest first; set "
             "CUDA_DEVICE_ORDER=PCI_BUS_ID, with which it counts as nvidia-smi does"
         )
     return found

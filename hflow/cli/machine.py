@@ -25,6 +25,7 @@ from hflow.doctor.gpus import (
     check_gpus,
     check_layer_times,
     check_layers,
+    check_logprobs,
     check_sockets,
     in_child,
 )
@@ -74,6 +75,7 @@ def _check_gpus(num_gpus: int) -> Iterator[Finding]:
         memory_gib = min(gpu.memory_gib for gpu in gpus[:num_gpus])
     device = "cuda" if num_gpus else "cpu"
     yield from in_child(check_attention, device)
+    yield from in_child(check_logprobs, device)
     if num_gpus:
         yield from in_child(check_layers, device)
         yield from in_child(check_sockets, device)

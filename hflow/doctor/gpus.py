@@ -50,6 +50,8 @@ MAX_USED_SHARE = 0.05
 """Share of a GPU's memory that may be in use before a run starts."""
 MAX_ATTENTION_ERROR = {"fp32": 1e-4, "bf16": 0.03}
 """Largest difference from float64, relative to the largest value. bf16 rounds by up to 0.004."""
+MAX_LOGPROB_ERROR = {"fp32": 1e-4, "bf16": 0.02}
+"""The same for log-probs and entropy."""
 MAX_LAYER_ERROR = (0.04, 0.1)
 """Largest difference of logits, and of gradients, between layers of Transformer Engine and of torch in bf16,
 relative to the largest value of each tensor. torch's on a CPU are up to 0.011 and 0.04 from fp32."""
@@ -187,6 +189,24 @@ def check_attention(device: str) -> Iterator[Finding]:
         is_right = max(error.output, error.gradient) <= MAX_ATTENTION_ERROR[dtype]
         detail = f"{error.kernel}: output and gradient differ from float64 by {error.output:.1g} and "
         yield Finding("kernel", name, is_right, f"{detail}{error.gradient:.1g}", _ATTENTION_FIX)
+
+
+def check_logprobs(device: str) -> Iterator[Finding]:
+    """Compare what computes log-probs and entropy on a device, forward and backward, with float64."""
+    import torch
+
+    from hflow.doctor.logprob_check import logprob_error
+
+    for dtype, kind in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        fix = "install the build of Triton that torch names as its dependency"
+        try:
+            error = logprob_error(device, kind)
+        except _FAILURES as problem:
+            line = (str(problem) or type(problem).__name__).splitlines()[0]
+            yield Finding("kernel", f"log-probs {dtype}", False, line, fix)
+            continue
+        detail = f"output and gradient differ from float64 by {error.output:.1g} and {error.gradient:.1g}"
+        yield Finding("kernel", f"log-probs {dtype}", max(error) <= MAX_LOGPROB_ERROR[dtype], detail, fix)
 
 
 def check_layers(device: str) -> Iterator[Finding]:

@@ -163,8 +163,8 @@ def device_at_hand(recipe: Path = Path("recipe.py")) -> str:
     name = device_of_product(product, known_devices(recipe))
     if name is None:
         raise ConfigError(
-            f"hflow has no figures of {product}; describe it in {device_file(product)}, or name a device that "
-            "it has with --device"
+            f"hflow has no figures of {product}; describe it in {device_file(product)}, or name a device "
+            "that it has with --device"
         )
     return name
 

@@ -47,6 +47,7 @@ HOT: Mapping[str, Collection[str] | None] = {
     "training/optimizers/learning_rate.py": EVERYTHING,
     "vision/embedding.py": EVERYTHING,
     "training/loop/loss.py": EVERYTHING,
+    "training/loop/logit_kernels.py": EVERYTHING,
     "training/loop/logprobs.py": EVERYTHING,
     "training/loop/metrics.py": EVERYTHING,
     "training/loop/microbatches.py": EVERYTHING,

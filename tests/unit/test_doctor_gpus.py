@@ -18,6 +18,7 @@ from hflow.doctor.gpus import (
     check_attention,
     check_gpus,
     check_listed_gpus,
+    check_logprobs,
     check_shared_memory,
 )
 from hflow.doctor.trial_runs import REAL_SIZES, command, trial_device, trial_runs, try_runs
@@ -26,6 +27,7 @@ from hflow.launch.planning.request import known_devices
 from hflow.models.attention_kernels import padded_attention
 from hflow.models.packed_attention import attend
 from hflow.planner.plan.hardware import GIB
+from hflow.training.loop import logprobs
 
 DEVICES = known_devices(find_recipe("grpo"))
 H100 = "NVIDIA H100 80GB HBM3, 570.86.15, 81559, 4, Default"
@@ -149,6 +151,15 @@ def test_attention_of_this_machine_is_right():
         f"attention {dtype}{case}" for dtype in ("fp32", "bf16") for case in CASES
     ]
     assert all(finding.ok for finding in found), found
+
+
+def test_log_probs_of_this_machine_are_right(monkeypatch):
+    found = list(check_logprobs("cpu"))
+    assert [finding.name for finding in found] == ["log-probs fp32", "log-probs bf16"]
+    assert all(finding.ok for finding in found), found
+    right = logprobs.turn_into_gradients
+    monkeypatch.setattr(logprobs, "turn_into_gradients", lambda x, *args: right(x, *args) or x.mul_(1.05))
+    assert not any(finding.ok for finding in check_logprobs("cpu"))
 
 
 def test_a_kernel_with_a_wrong_gradient_is_found(monkeypatch):

@@ -90,8 +90,8 @@ model cards. Those of Llama 4 contain a vision tower of 0.87 B."""
 
 
 DEVICES = (
-    "a10, a100-40g, a100-80g, a100-80g-pcie, b200, b300, cpu, gb200, h100, h100-nvl, h100-pcie, h20, h200, h800, l4, l40s, mi300x, "
-    "rtx-4090, rtx-5090"
+    "a10, a100-40g, a100-80g, a100-80g-pcie, b200, b300, cpu, gb200, h100, h100-nvl, h100-pcie, h20, h200, "
+    "h800, l4, l40s, mi300x, rtx-4090, rtx-5090"
 )
 
 

@@ -159,7 +159,7 @@ def test_gpus_in_use_are_named_where_the_plan_needs_the_memory() -> None:
 
 def test_what_a_process_finds_of_its_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With a driver and a torch for CUDA in name only."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,9,7")  # CUDA stops at the first number that it does not have
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,9,7")  # CUDA stops at a number that it does not have
     gpu = SimpleNamespace(name="NVIDIA H100", total_memory=79 * GIB, major=9, minor=0, uuid="8d1e")
     monkeypatch.setattr("hflow.workers.real_devices.cuda_problem", lambda: "")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)

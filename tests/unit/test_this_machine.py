@@ -130,7 +130,7 @@ def test_the_gpus_that_processes_may_use(machine: Path) -> None:
     for wrong in ("3", "GPU-", "MIG-2f31", "0,-1"):
         with pytest.raises(ConfigError, match="does not name GPUs of this machine, by numbers below 3"):
             chosen(wrong)
-    with pytest.raises(ConfigError, match="counts GPUs that differ, .* set CUDA_DEVICE_ORDER=PCI_BUS_ID"):
+    with pytest.raises(ConfigError, match=r"counts GPUs that differ, .* set CUDA_DEVICE_ORDER=PCI_BUS_ID"):
         chosen("2,1")
     machine.write_text(listed(H100, H100, H100))
     assert chosen("2,1") == [2, 1]
