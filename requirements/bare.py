@@ -30,6 +30,8 @@ TESTS = (
     "engine_pages",
     "graph_build",
     "host_offload",
+    "logit_kernels",
+    "logprobs",
     "loss_reductions",
     "plan_compile",
     "plan_schedule",
