@@ -21,6 +21,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from hflow.base.devices import has_cuda_api
+from hflow.base.errors import BackendError
 from hflow.models.dtypes import SAVED_DTYPES
 from hflow.types.kernels import (
     FLASH_MODULES,
@@ -80,7 +81,7 @@ def varlen_attention(
     cumulative: tuple[Tensor, Tensor],
     longest: tuple[int, int],
     scaling: float | None,
-    window: int | None = None,
+    reach: Reach = CAUSAL,
 ) -> Tensor:
     """Compute causal attention within each of S sequences: q `[T, H, d]`, k `[K, G, d]` -> `[T, H, w]`.
 
@@ -94,10 +95,15 @@ def varlen_attention(
         cumulative: int32 `[S + 1]` both: where the queries, and where the keys of each sequence begin.
         longest: most queries, and most keys of a sequence.
         scaling: factor of the scores; None for `d ** -0.5`.
-        window: see `Reach`.
+        reach: what queries attend to.
+
+    Raises:
+        BackendError: if heads have sinks.
     """
+    if reach.sinks is not None:
+        raise BackendError(f"{kernel} does not compute attention with sinks; set dtype=fp32")
     num_calls[kernel] += 1
-    width, reached = v.shape[-1], (-1 if window is None else window - 1, 0)
+    width, reached = v.shape[-1], (-1 if reach.window is None else reach.window - 1, 0)
     if width < q.shape[-1]:  # all of the kernels take one head size
         v = pad(v, (0, q.shape[-1] - width))
     if kernel in FLASH_MODULES:

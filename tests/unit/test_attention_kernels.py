@@ -228,6 +228,6 @@ def test_the_kernels_get_windows_and_values_of_smaller_heads_padded(monkeypatch,
     monkeypatch.setattr(attention_kernels, "varlen_attn", compute)
     monkeypatch.setattr(attention_kernels, "_flash_kernel", lambda _: compute)
     starts = torch.tensor([0, 5, 8], dtype=torch.int32)
-    got = attention_kernels.varlen_attention(kernel, q, k, v, (starts, starts), (5, 5), 0.3, window)
+    got = attention_kernels.varlen_attention(kernel, q, k, v, (starts, starts), (5, 5), 0.3, Reach(window))
     layout = PackedLayout.of(np.array(lengths), "cpu", torch.float32)
     torch.testing.assert_close(got, attend(q, k, v, layout, 0.3, Reach(window)))

@@ -129,7 +129,5 @@ class PackedLatentAttention(nn.Module):
 
     def _rotated(self, x: Tensor, inputs: PackedInputs) -> Tensor:
         """Rotate the first U rows of `[U', heads, size]`, and leave padding as it is."""
-        if self.math.is_interleaved:  # neighbours are the coordinates of a plane
-            x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
-        rotated = rotate(x[: inputs.num_tokens], inputs.rotation(None))
+        rotated = rotate(x[: inputs.num_tokens], inputs.rotation(None), self.math.is_interleaved)
         return torch.cat((rotated, x[inputs.num_tokens :])) if len(x) > len(rotated) else rotated
