@@ -220,11 +220,9 @@ def test_what_vllm_does_not_compute_of_a_family_is_refused_by_the_plan(
 @pytest.mark.parametrize(
     ("family", "overrides", "message"),
     [
-        (
-            "deepseek_v3",
-            "models.actor.lora.r=8",
-            "no adapters beside the latent attention of deepseek_v3; set",
-        ),
+        ("gpt_oss", "models.actor.lora.r=8 models.actor.lora.targets=[experts.down_proj]", "experts"),
+        ("gpt_oss", "models.actor.kernels=transformer_engine", "but torch computes experts with biases. Set"),
+        ("glm4", "placement=actor=all:t2 cluster=h100-1x2", "cannot be split over 2 tensor ranks"),
         (
             "deepseek_v3",
             "models.actor.kernels=transformer_engine",

@@ -218,11 +218,6 @@ def _check_lora(graph: Graph, name: str, request: PlanRequest) -> None:
             f"{key} is set, but the {config.backend} backend cannot train adapters; set "
             f"models.{name}.backend={first_with('has_adapters')}, or remove {key}"
         )
-    if shape is not None and shape.latent is not None and not traits(config.backend).adapts_latents:
-        raise PlanError(
-            f"{key} is set, but the {config.backend} backend has no adapters beside the latent attention of "
-            f"{shape.family}; set models.{name}.backend={first_with('adapts_latents')}, or remove {key}"
-        )
     _check_lora_options(name, config, shape)
     if config.kernels == "transformer_engine" or config.fp8 is not None:
         asked, instead = te_setting(name, config)

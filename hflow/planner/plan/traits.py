@@ -74,8 +74,6 @@ class BackendTraits:
     """Whether an engine serves several models with adapters on one base (`models.NAME.base_of`)."""
     rounds_base: bool = False
     """Whether the matrices beside adapters may be in 4 bits (`models.NAME.lora.base`)."""
-    adapts_latents: bool = False
-    """Whether these may be beside the matrices of latent attention."""
     chooses_kernels: bool = False
     """Whether different kernels can compute its layers (`models.NAME.kernels`)."""
     compiles_layers: bool = False
@@ -130,7 +128,6 @@ Trait = Literal[
     "has_expert_axis",
     "has_adapters",
     "rounds_base",
-    "adapts_latents",
     "chooses_kernels",
     "compiles_layers",
     "has_own_process",
