@@ -135,21 +135,25 @@ def padded_attention(
     Args:
         q: queries `[S, H, L, d]`.
         k: keys `[S, G, M, d]`.
-        v: values, as keys.
+        v: values `[S, G, M, w]`; w is at most d, and smaller in latent attention.
         scaling: factor of the scores; None for `d ** -0.5`.
         mask: additive mask, or one of `torch.nn.attention.bias`; None for causal attention, where L is M.
 
     Returns:
-        `[S, H, L, d]`.
+        `[S, H, L, w]`.
     """
     num_calls[AttentionKernel.SDPA] += 1
+    width = v.shape[-1]
+    if width < q.shape[-1]:  # the kernel of CPUs takes one head size, and the other one stores all scores
+        v = pad(v, (0, q.shape[-1] - width))
     num_shared = q.shape[1] // k.shape[1]
     if num_shared > 1 and q.device.type != "cpu" and q.dtype is torch.float32:
         # No fused kernel has grouped queries in fp32, and the other one stores all scores.
         k, v = (x.repeat_interleave(num_shared, dim=1) for x in (k, v))
-    return scaled_dot_product_attention(
+    out = scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
     )
+    return out[..., :width]
 
 
 def reaching_attention(

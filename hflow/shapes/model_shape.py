@@ -695,9 +695,7 @@ def _expert_mlp(shape: ModelShape, prefix: str, layer: int) -> Iterator[TensorSp
             ("down_proj_bias", (n, d), None),
         ):
             units = 1 if axis is None else f
-            yield TensorSpec(
-                f"{prefix}experts.{name}", sizes, layer, "layer", axis, units, num_experts=n
-            )
+            yield TensorSpec(f"{prefix}experts.{name}", sizes, layer, "layer", axis, units, num_experts=n)
         return
     for name in ("gate", "up"):
         at = f"{prefix}experts.{name}_proj.weight"

@@ -142,7 +142,8 @@ ARCHITECTURES |= {
     },
     "qwen2_moe": {
         "model_type": "qwen2_moe",
-        **SIZES,
+        **{name: size for name, size in SIZES.items() if name != "head_dim"},
+        "num_attention_heads": 2,
         "num_experts": 8,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 48,

@@ -125,7 +125,11 @@ NODES: dict[str, tuple[NodeCall, dict[str, Any]]] = {
     ),
     "magnitudes of deepseek_v2": (
         kit.call(sft, "token", [], reduce="token-mean"),
-        {"lora": LoraConfig(r=4, alpha=8, dora=True, targets=("q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj"))},
+        {
+            "lora": LoraConfig(
+                r=4, alpha=8, dora=True, targets=("q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+            )
+        },
     ),
     "deepseek_v2": (kit.call(sft, "token", [], reduce="token-mean"), {}),
     "deepseek_v3": (
@@ -414,7 +418,7 @@ def settings(twin: Twin, checkpoint: Path) -> dict[str, Any]:
 
 def _start(node: str, checkpoint: Path) -> Path:
     """Return the checkpoint that a node starts from. Models with experts and reward models have their own."""
-    of_family = checkpoint / node.split()[-1]
+    of_family = checkpoint / node.rsplit(maxsplit=1)[-1]
     if of_family.is_dir() and of_family.name in FAMILIES:
         return of_family
     kinds = {"mixtral": "mixtral", "experts": "experts", "outer": "untied", "embedding": "untied"}

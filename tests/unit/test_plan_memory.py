@@ -187,6 +187,14 @@ def test_activation_bytes_per_token_in_bf16():
     assert activations.kept_per_token(rank(dtype="bf16"), pads=False) == (2 * 516, 384 + 16 + 1_024)
 
 
+def test_activation_bytes_of_latent_attention_per_token():
+    # D = 448, H = 8, queries 48, values 32. Norms of 448, 448, 128 and 96: (3 x 1,120 + 4) x 4 = 13,456, and
+    # 16 rotated numbers, 64. q, k, v, out: 4 x 8 x 48 x 4 = 6,144, out alone 8 x 32 x 4 = 1,024, heads 32.
+    found = rank(kit.shape_of(kit.LATENT))
+    kept = activations.kept_per_token(found, pads=False, num_mlp=0)
+    assert kept == (13_456 + 64, 6_144 + 1_024 + 32)
+
+
 def test_sequences_of_different_lengths_are_padded_where_no_kernel_takes_them():
     # 8/7 of q, k, v, out and heads, and the output without padding (64 x 4).
     _, shared = activations.kept_per_token(rank(), pads=True)
@@ -1215,8 +1223,20 @@ def close_to(measured):
         (kit.WIDE, "fp32", True),
         pytest.param(kit.WIDE, "bf16", False, marks=pytest.mark.long),
         (kit.MIXED, "fp32", False),
+        (kit.LATENT, "fp32", False),
+        pytest.param(kit.LATENT, "bf16", False, marks=pytest.mark.long),
+        pytest.param(kit.BIASED, "fp32", False, marks=pytest.mark.long),
     ],
-    ids=["tied", "tied in bf16, recomputed", "wide, recomputed", "wide in bf16", "experts"],
+    ids=[
+        "tied",
+        "tied in bf16, recomputed",
+        "wide, recomputed",
+        "wide in bf16",
+        "experts",
+        "latent",
+        "latent in bf16",
+        "experts with biases",
+    ],
 )
 def test_a_real_training_step_and_inference(architecture, dtype, recompute):
     trained, inferred = kit.real_peaks(architecture, 8, 64, dtype=dtype, activation_checkpointing=recompute)

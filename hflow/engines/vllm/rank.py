@@ -64,7 +64,7 @@ from hflow.weights.loading import HeldBoxes, LoadedWeights, load_verified
 TRANSFER_BACKEND = "hflow"
 ADAPTER_BACKEND = "hflow-adapters"
 _IN_PLACE = ("gpt_oss",)
-"""Families whose weights are copied to parameters. vLLM's loaders of them do so, too, but cannot do it again."""
+"""Families whose weights are copied to parameters, as vLLM's loaders do only when it starts."""
 _PR_SET_PDEATHSIG = 1
 
 

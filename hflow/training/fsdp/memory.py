@@ -17,6 +17,9 @@ from hflow.planner.plan.forecast import MemoryCategory
 from hflow.shapes.model_shape import GATES_AND_UPS, nf4_bytes
 
 TOWER = "activations of the tower"
+NUM_MLP, NUM_CLAMPED = 4, 7
+"""Tensors of an MLP's rows that transformers keeps: see `activations.kept_per_token`; and with clamped gates
+(gpt-oss) gate and up, both clamped, the sigmoid of the gate, their product, and that with ups."""
 MIN_UNIT_BYTES = 4 << 20
 """A layer with fewer bytes of fp32 weights is gathered with the rest (`training/fsdp/sharding.py`)."""
 
@@ -104,7 +107,10 @@ class _Step:
     def __init__(self, rank: Rank, batch: MicroBatch) -> None:
         self.rank, self.batch, self.sizes, self.trained = rank, batch, rank.sizes, rank.trained
         self.recomputes = rank.config.activation_checkpointing
-        self.layer = activations.kept_by_layer(rank, batch) + activations.kept_by_adapters(rank, batch)
+        experts = rank.shape.experts
+        num_mlp = NUM_CLAMPED if experts is not None and experts.has_bias else NUM_MLP
+        self.layer = activations.kept_by_layer(rank, batch, num_mlp)
+        self.layer += activations.kept_by_adapters(rank, batch)
         self.tower = activations.tower_activations(rank, batch)
         """Bytes that the tower keeps until its backward pass."""
         self.all_gradients = FP32_BYTES * self.trained.total_shard

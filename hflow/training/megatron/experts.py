@@ -216,7 +216,7 @@ class BiasedExperts(nn.Module):
     def forward(self, tokens: Tensor, per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
         """Compute `[R, D]` -> `[R, D]`, as `GroupedExperts.forward`.
 
-        Each tensor rank adds its share of the biases of downs, as the layer's token dispatcher sums over them.
+        Each tensor rank adds its share of the biases of downs, over which the token dispatcher sums.
         """
         ends = per_expert.cumsum(0).to(tokens.device, torch.int32, non_blocking=True)
         rows = torch.arange(len(tokens), device=tokens.device)

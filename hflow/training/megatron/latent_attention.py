@@ -38,9 +38,7 @@ _EPSILON = 1e-6
 class WholeLinear(nn.Module):
     """A linear layer `[..., I]` -> `[..., O]` that all tensor ranks have whole, with megatron's interface."""
 
-    def __init__(
-        self, inputs: int, outputs: int, *, bias: bool, config: Any, tp_group: ProcessGroup
-    ) -> None:
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, config: Any, tp_group: ProcessGroup) -> None:
         """Allocate weights without initialising them; `config` is megatron's `TransformerConfig`."""
         super().__init__()
         self.tp_group = tp_group
