@@ -114,7 +114,7 @@ def check_equal(draft: RecipeDraft, step: Step, expected: Tensor, numbers: tuple
     gradients = [torch.autograd.grad(loss, step.theta)[0] for loss in (found, expected)]
     assert bool(gradients[1].abs().sum() > 0)
     assert_close(*gradients, rtol=1e-5, atol=1e-7)
-    assert (float(expected), float(gradients[1].abs().sum())) == pytest.approx(numbers, abs=1e-6)
+    assert (expected.item(), gradients[1].abs().sum().item()) == pytest.approx(numbers, abs=1e-6)
 
 
 def group_scores(step: Step, eps: float, *, has_std: bool) -> Tensor:
