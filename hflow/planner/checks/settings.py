@@ -340,7 +340,7 @@ def _check_lora_options(name: str, config: ModelConfig, shape: ModelShape | None
 
 
 def _check_schedule(settings: ScheduleConfig, batch: int) -> None:
-    """Raise for rules under which no batch could ever form."""
+    """Raise for rules under which no batch could ever form, and for those that no sample meets."""
     if settings.drop_older_than is not None and not settings.age_rule:
         raise PlanError(
             f"schedule.drop_older_than is {settings.drop_older_than}, but schedule.age_rule is off; "
@@ -357,6 +357,13 @@ def _check_schedule(settings: ScheduleConfig, batch: int) -> None:
             f"schedule.queue is {settings.queue}, but a batch has {batch} groups; set schedule.queue to "
             f"{batch} or more"
         )
+    if settings.max_staleness:
+        return
+    is_long = settings.queue is None or settings.queue >= settings.sync_every * batch
+    for name in ("age_rule", "drop_older_than", *(("queue",) if is_long else ())):
+        if getattr(settings, name) != getattr(ScheduleConfig(), name):
+            reason = "schedule.max_staleness=0 trains all samples before the engines get new weights"
+            raise PlanError(_unused_line(f"schedule.{name}", ScheduleConfig(), reason))
 
 
 def check_streams(graph: Graph) -> None:
