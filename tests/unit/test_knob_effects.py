@@ -161,7 +161,7 @@ def accepted(node: Any, knobs: Knobs, extra: str | None) -> bool:
     """Return whether a recipe with these knobs is not refused."""
     kind, check = node.__hflow__.kind, check_of(node)
     observed = "is_observed" if knobs.get("observation_coef") else None
-    reads = parameters(node).keys() - optional(node) | {extra}
+    reads = parameters(node).keys() - (optional(node) - {extra})
     return check is None or check(kind.option_values | {"observed": observed} | knobs, reads) is None
 
 

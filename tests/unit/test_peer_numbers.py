@@ -61,7 +61,7 @@ def spread(step: int) -> Tensor:
 
 
 LENGTHS = [5, 3, 4, 6, 5, 4]
-LEARNED = [int(x) for x in "011010110110010111010110101"]
+LEARNED = [x == "1" for x in "011010110110010111010110101"]
 BATCH = Batch(
     seqs=Sequences.of(LENGTHS, LEARNED, [0, 0, 0, 1, 1, 1]),
     pairs=Sequences.of(LENGTHS, LEARNED, [0, 0, 1, 1, 2, 2]),
