@@ -328,7 +328,8 @@ TRL_NUMBERS = {
     "token_truncate": (-0.0935624, 0.5588977),
     "token_mask": (-0.0105861, 0.3517936),
 }
-"""The same by `GRPOTrainer._compute_loss` of TRL 1.10 (f2cd57710)."""
+"""The same by `GRPOTrainer._compute_loss` of TRL 1.10 (f2cd57710), called with the advantages and vLLM's
+importance weights that this file computes."""
 
 
 def trl_loss(values: dict[str, Any], step: Step) -> Tensor:
