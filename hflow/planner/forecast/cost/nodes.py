@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from copy import copy
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -89,8 +88,9 @@ class Costs:
             name: the replica's name. The dtype of its model stays.
             config: a configuration with as many running sequences as the cache of an engine holds.
         """
-        replica, other = self.replica(name), copy(self)
-        other._replicas = {name: replica and replica.with_config(config)}
+        replica, other = self.replica(name), object.__new__(Costs)
+        replicas = {**self._replicas, name: replica and replica.with_config(config)}
+        vars(other).update(vars(self), _replicas=replicas)
         return other
 
     def source(self) -> Parts:
@@ -263,9 +263,9 @@ class Costs:
             return forward(replica, work)
         balance = replica.config.balance
         counts_first = balance is not None and balance.over == "batch"
-        passes = forward(replica, work)
-        first = [*(passes if spec.has_first_pass else []), *(passes if counts_first else [])]
-        return [*(part.times(num_updates) for part in first), *train(replica, work, num_updates)]
+        num_first = spec.has_first_pass + counts_first
+        first = [part.times(num_updates) for part in forward(replica, work)] if num_first else []
+        return [*(num_first * first), *train(replica, work, num_updates)]
 
     def operands(self, node: ScheduledNode) -> Operands | None:
         """Return the samples of an infer or train node and its model; None if its sizes are unknown."""

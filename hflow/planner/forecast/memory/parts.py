@@ -93,6 +93,8 @@ class MicroBatch:
 
     def divided(self, num_ranks: int) -> MicroBatch:
         """Return the part of one of several context ranks, which divide the tokens of every sequence."""
+        if num_ranks == 1:
+            return self
         tokens, num_learned = -(-self.tokens // num_ranks), -(-self.num_learned // num_ranks)
         return replace(self, tokens=tokens, num_learned=num_learned)
 

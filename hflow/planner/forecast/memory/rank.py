@@ -47,6 +47,15 @@ class Rank:
     on_cpu: bool
     """Whether the device's memory is that of the host, and collectives use gloo."""
 
+    def with_config(self, config: ModelConfig) -> Rank:
+        """Return the rank with other micro-batches, recomputation, offloading, stages of ZeRO or sequences.
+
+        Nothing that is kept here depends on these, so it is not computed again.
+        """
+        other = object.__new__(Rank)
+        vars(other).update(vars(self), config=config)
+        return other
+
     @cached_property
     def traits(self) -> BackendTraits:
         """The traits of the replica's backend."""
