@@ -6,28 +6,18 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
 from hflow import launch
-from hflow.base.machine_gpus import read_gpus
 from hflow.base.terminal import print_text, show
 from hflow.base.text import format_share
-from hflow.doctor import check_machine
-from hflow.doctor.collectives import check_collectives
-from hflow.doctor.finding import Finding
-from hflow.doctor.gpus import (
-    check_attention,
-    check_gpus,
-    check_layer_times,
-    check_layers,
-    check_sockets,
-    in_child,
-)
-from hflow.doctor.trial_runs import trial_device, try_runs
+
+if TYPE_CHECKING:
+    from hflow.doctor.finding import Finding
 
 
 def doctor(
@@ -45,6 +35,8 @@ def doctor(
     ] = None,
 ) -> None:
     """Show what this machine can run, and how to install or fix the rest."""
+    from hflow.doctor import check_machine
+
     findings = list(check_machine())
     show(_table(findings))
     for finding in [] if gpus is None else _check_gpus(gpus):
@@ -60,6 +52,19 @@ def doctor(
 
 def _check_gpus(num_gpus: int) -> Iterator[Finding]:
     """Check GPUs, then try runs on them; without the GPUs that were asked for, nothing is tried."""
+    from hflow.base.machine_gpus import read_gpus
+    from hflow.doctor.collectives import check_collectives
+    from hflow.doctor.finding import Finding
+    from hflow.doctor.gpus import (
+        check_attention,
+        check_gpus,
+        check_layer_times,
+        check_layers,
+        check_sockets,
+        in_child,
+    )
+    from hflow.doctor.trial_runs import trial_device, try_runs
+
     memory_gib = None
     if num_gpus > 0:
         gpus, is_usable = read_gpus(), True
