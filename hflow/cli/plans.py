@@ -39,6 +39,8 @@ WHAT_IF = (
     "Plan again with each of these changes, and print seconds, memory and cost beside the base. Several "
     "KEY=VALUEs in one quotation are one change."
 )
+
+
 class PlanCommand(TyperCommand):
     """`hflow plan`: every argument after `--what-if`, up to the next option, is a change."""
 
@@ -58,7 +60,7 @@ class PlanCommand(TyperCommand):
 
 def check(recipe: Recipe, overrides: Overrides = None) -> None:
     """Check a recipe: find what makes each input of each node, report errors, and print the graph."""
-    from hflow.report.text.plan.graph import render_graph
+    from hflow.report.text.graph import render_graph
 
     show(render_graph(launch.check(recipe, overrides or [])))
 
@@ -144,7 +146,7 @@ def simulate(
         show(render_simulation(simulation))
 
 
-def _at_most_one(options: Mapping[str, bool]) -> str | None:
+def _at_most_one(options: dict[str, bool]) -> str | None:
     given = [option for option, is_given in options.items() if is_given]
     if len(given) > 1:
         raise ConfigError(f"{given[0]} and {given[1]} exclude each other; use one of them")
@@ -153,8 +155,8 @@ def _at_most_one(options: Mapping[str, bool]) -> str | None:
 
 def _show_plan(compiled: launch.Compiled, chosen: str | None, html: Path | None) -> None:
     """Print a plan in the chosen format, and write its HTML page if requested."""
+    from hflow.report.text.graph import plan_dot, plan_mermaid
     from hflow.report.text.plan import render_plan
-    from hflow.report.text.plan.graph import plan_dot, plan_mermaid
 
     if html is not None:
         write_page(compiled, html)

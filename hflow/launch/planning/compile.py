@@ -113,16 +113,6 @@ class Compiled:
     """The recipe's functions that choose rows, by name."""
 
 
-def check(recipe: str | Path | Recipe, overrides: Sequence[str] = ()) -> Graph:
-    """Read a recipe and its configuration, and return its checked graph.
-
-    Raises:
-        RecipeError: for an error in the recipe.
-        ConfigError: for an unknown key, or a value that does not fit.
-    """
-    return RecipeReader(recipe).read(overrides).graph
-
-
 def plan(recipe: str | Path | Recipe, overrides: Sequence[str] = ()) -> Plan:
     """Return the plan of a recipe.
 

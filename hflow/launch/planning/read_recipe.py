@@ -54,6 +54,16 @@ class ReadRecipe:
     """What overrides replace besides the keys that they name."""
 
 
+def check(recipe: str | Path | Recipe, overrides: Sequence[str] = ()) -> Graph:
+    """Read a recipe and its configuration, and return its checked graph.
+
+    Raises:
+        RecipeError: for an error in the recipe.
+        ConfigError: for an unknown key, or a value that does not fit.
+    """
+    return RecipeReader(recipe).read(overrides).graph
+
+
 class RecipeReader:
     """Reads a recipe once, and its configuration with any overrides."""
 

@@ -74,7 +74,7 @@ class Replica:
     memory. Otherwise it has them beside its weights."""
 
     def __hash__(self) -> int:
-        """Return a hash of what usually differs, as replicas of many workers are keys of a search's tables."""
+        """Return a hash of what usually differs, as replicas of many workers are keys of tables."""
         return hash((self.name, self.layout, len(self.workers), self.workers[:1]))
 
 
