@@ -12,11 +12,12 @@ from functools import cached_property
 from io import BytesIO
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from hflow.base.errors import DataError
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
     import PIL.Image
 
 MAX_PIXELS = 1 << 26

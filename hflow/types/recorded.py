@@ -9,14 +9,14 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
 
 from hflow.base.errors import ReturnError
 from hflow.base.registry import Registry
 from hflow.types.units import Unit
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 RECORDED_KINDS = Registry(
     "recorded kind",
@@ -57,8 +57,6 @@ class RowFormat:
     @property
     def num_bytes(self) -> int:
         """Bytes of an entry, as far as they are known before it is recorded."""
-        import numpy as np  # which commands that record nothing need not import
-
         return self.expected_bytes or math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
@@ -109,8 +107,6 @@ class RecordedKind:
         Raises:
             ReturnError: if an entry has another size.
         """
-        import numpy as np
-
         num_rows = self.num_rows(num_tokens)
         if form.is_varying:
             values = np.full(num_rows, b"", dtype=object)
