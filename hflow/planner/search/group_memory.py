@@ -112,7 +112,7 @@ class GroupMemory:
         self._collectives_by_layout: dict[Hashable, int] = {}
         self._peaks: dict[Hashable, int] = {}
         self._latest_ranks: dict[Replica, list[Rank]] = {}
-        """Those of the last option of a replica, which know what does not depend on the configuration."""
+        """Replica -> what its last option made, which has kept what depends on no setting."""
         self._nodes_of: dict[str, list[str]] = {}
         for placement in self._plan.placements:
             used = [*placement.replicas, *(self._plan.replica(name).base_of for name in placement.replicas)]

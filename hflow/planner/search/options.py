@@ -65,7 +65,7 @@ class OptionTable:
         self._memory = memory
         self._base = replace(problem.base, cluster=problem.cluster, hardware=problem.request.hardware)
         self._latest_costs: dict[Replica, Costs] = {}
-        """Those of the last option of a replica, which know what does not depend on the configuration."""
+        """Replica -> what its last option made, which has kept what depends on no setting."""
         self._changed_configs: dict[tuple[Hashable, ...], tuple[ModelConfig, ModelConfig]] = {}
         """(`id` of a configuration, its changed settings) -> both configurations."""
 
