@@ -366,7 +366,9 @@ def _with_overheads(
         report(f"nothing, as the short run failed: {error}")
         return replace(calibration, unmeasured=(*calibration.unmeasured, "samples and messages"))
     missed = {**calibration.missed, "step of a short run": found.missed}
-    return replace(calibration, sample_us=found.sample_us, node_us=found.node_us, missed=missed)
+    process = min(found.node_us, calibration.process_us)  # the run used processes
+    node = found.node_us - process
+    return replace(calibration, sample_us=found.sample_us, node_us=node, process_us=process, missed=missed)
 
 
 @dataclass(frozen=True)

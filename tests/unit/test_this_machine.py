@@ -7,14 +7,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from command_line import CommandLine
 
 from hflow.base.errors import ConfigError
 from hflow.base.machine_memory import machine_memory
-from hflow.base.shipped import find_recipe
+from hflow.base.shipped import find_recipe, shipped_directory
 from hflow.config import RunConfig, load_config
+from hflow.launch.planning.compile import plan
 from hflow.launch.planning.request import known_devices
-from hflow.launch.planning.this_machine import device_of_product, visible_gpus, with_this_machine
+from hflow.launch.planning.this_machine import (
+    device_of_product,
+    fewer_workers,
+    visible_gpus,
+    with_this_machine,
+)
 from hflow.planner.plan.hardware import GIB
 from hflow.profiling.calibrate import device_at_hand
 
@@ -48,6 +55,39 @@ def test_cores_and_memory_without_gpus(machine: Path) -> None:
     assert alone.cluster == "cpu-1x1"
     assert alone.device_memory_gib == pytest.approx(cores * config.device_memory_gib, abs=0.1 * cores)
     assert here(device_memory_gib=3.0).device_memory_gib == 3.0
+
+
+def test_workers_with_more_of_the_cores(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def clusters(num: int, **changes: object) -> list[tuple[str, tuple[int, ...] | None]]:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(num)))
+        return [(config.cluster, config.cores) for config in fewer_workers(here(**changes))]
+
+    assert clusters(1) == []
+    assert clusters(2) == [("cpu-1x1", (2,))]
+    assert clusters(6) == [("cpu-1x3", (2,)), ("cpu-1x2", (3,)), ("cpu-1x1", (6,))]
+    assert clusters(64)[:2] == [("cpu-1x8", (8,)), ("cpu-1x4", (16,))]
+    assert clusters(2, workers="inproc") == [("cpu-1x1", (2,))]
+    assert clusters(2, cores=(1,)) == []
+    whole, (alone,) = here(), fewer_workers(here())
+    assert alone.device_memory_gib == pytest.approx(2 * whole.device_memory_gib)
+    machine.write_text(H100)
+    assert clusters(2) == []
+
+
+def test_the_planner_chooses_workers_or_cores(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+
+    def workers(*settings: str) -> tuple[str, tuple[int, ...]]:
+        made = plan(RECIPE, ["cluster=here", "models.actor.path=null", *settings])
+        return made.cluster.name, made.cluster.cores
+
+    figures = yaml.safe_load((shipped_directory("configs") / "hardware/calibrations/cpu.yaml").read_text())
+    file = machine.with_name("alone.yaml")
+    file.write_text(yaml.safe_dump(figures | {"devices": ["cpu"], "parallel": 0.0}))
+    assert workers() == ("cpu-1x2", ())
+    assert workers("placement=auto") == ("cpu-1x1", (2,))
+    assert workers("placement=auto", f"calibration={file}") == ("cpu-1x2", ())
+    assert workers("placement=auto", "cores=[1]") == ("cpu-1x2", (1, 1))
 
 
 def test_gpus_by_the_names_of_their_products(machine: Path) -> None:

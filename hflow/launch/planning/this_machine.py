@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,6 +43,24 @@ def with_this_machine(config: RunConfig, recipe: str | Path) -> RunConfig:
     num = 1 if config.workers in ONE_PROCESS else min(len(os.sched_getaffinity(0)), MAX_CPU_DEVICES)
     memory = math.floor(10 * (1 - FREE_SHARE) * machine_memory() / GIB / num) / 10
     return replace(config, cluster=f"cpu-1x{num}", device_memory_gib=config.device_memory_gib or memory)
+
+
+def fewer_workers(config: RunConfig) -> Iterator[RunConfig]:
+    """Yield a configuration's CPU cluster of this machine with fewer workers, each with more of its cores.
+
+    Nothing where the cores of workers are set. If workers are in one process, they cannot be fewer, but the
+    process gets all cores.
+    """
+    kind, _, num = config.cluster.rpartition("-1x")
+    if kind != "cpu" or config.cores is not None:
+        return
+    memory = (config.device_memory_gib or 0.0) * int(num)
+    for workers in range(int(num), 0, -1):
+        cores = len(os.sched_getaffinity(0)) // workers
+        if int(num) % workers == 0 and cores > 1:
+            yield replace(
+                config, cluster=f"cpu-1x{workers}", cores=(cores,), device_memory_gib=memory / workers
+            )
 
 
 def _with_gpus(config: RunConfig, gpus: Sequence[Gpu], devices: Mapping[str, Device]) -> RunConfig:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from hflow.config.schema import ModelConfig
+from hflow.config.schema import ONE_PROCESS, ModelConfig
 from hflow.graph.ir import Level, NodeSpec
 from hflow.planner.forecast.cost.collectives import RankPlacement
 from hflow.planner.forecast.cost.flops import Work, work_of
@@ -174,7 +174,9 @@ class Costs:
     @property
     def _messages(self) -> Part:
         """The time between controller and workers of a batch node, or of a weight update."""
-        return Part("messages", self._hardware.calibration.node_us * 1e-6, HOST)
+        has_processes = self._request.settings.get("workers") not in ONE_PROCESS
+        micros = self.calibration.node_us + has_processes * self.calibration.process_us
+        return Part("messages", micros * 1e-6, HOST)
 
     def weights(self, route: WeightRoute) -> Parts:
         """Return the time in which an engine loads new weights."""
@@ -315,6 +317,7 @@ class Costs:
         if name not in self._replicas:
             replica = self._plan.replica(name)
             shape, config = self._shapes.get(replica.model), self._config(replica)
+            first, cluster = replica.workers[0], self._plan.cluster
             self._replicas[name] = (
                 None
                 if shape is None
@@ -322,8 +325,8 @@ class Costs:
                     replica,
                     shape,
                     config,
-                    self._hardware.at(replica.workers[0]),
-                    self._plan.cluster,
+                    self._hardware.at(first).with_cores(len(cluster.cores_of(first))),
+                    cluster,
                     attention_choice(replica, self._request).kernel,
                 )
             )
