@@ -238,8 +238,8 @@ def test_llama_3_405b_is_trained_as_fast_as_its_authors_did():
 
 
 def test_the_step_of_the_addition_recipe():
-    # benchmarks/results/2026-11-25-predicted-vs-measured.json: 0.33 s on two cores, of which generation and two
-    # updates take 0.15 s each. The model gets to 512 answers of 4 tokens, to prompts of 7.
+    # benchmarks/results/2026-11-25-predicted-vs-measured.json: 0.33 s on two cores, of which generation and
+    # two updates take 0.15 s each. The model gets to 512 answers of 4 tokens, to prompts of 7.
     devices_known, links = known_devices(__file__), known_links(__file__)
     cpu = devices_known["cpu"]
     calibration = device_calibration(cpu, __file__)
