@@ -92,12 +92,14 @@ class RouterKind(NamedTuple):
     """Whether experts are chosen by scores with the bias `SCORE_BIAS`, which has no gradient."""
     in_fp32: bool = False
     """Whether they compute in fp32 in models of any dtype."""
+    weighs_in_fp32: bool = False
+    """Whether the outputs of experts are multiplied by fp32 although the router does not compute in it."""
 
 
 ROUTERS: Mapping[str, RouterKind] = {
     "qwen3_moe": RouterKind("Qwen3MoeTopKRouter", replays=True),
     "qwen2_moe": RouterKind("Qwen2MoeTopKRouter"),
-    "mixtral": RouterKind("MixtralTopKRouter", replays=True),
+    "mixtral": RouterKind("MixtralTopKRouter", replays=True, weighs_in_fp32=True),
     "olmoe": RouterKind("OlmoeTopKRouter"),
     "gpt_oss": RouterKind("GptOssTopKRouter"),
     "deepseek_v2": RouterKind("DeepseekV2TopkRouter", in_fp32=True),

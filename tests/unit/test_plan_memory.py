@@ -2,6 +2,7 @@
 
 import math
 import re
+import weakref
 from dataclasses import replace
 from inspect import signature
 from typing import Any
@@ -18,6 +19,10 @@ from hypothesis import strategies as st
 from memory_kit import LLAMA_7B, SMALL, microbatch, named, rank
 from model_configs import model_config
 from torch.nn.attention.varlen import varlen_attn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from hflow.base.errors import ConfigError, PlanError
 from hflow.config.schema import LoraConfig, WorkloadConfig
@@ -153,7 +158,8 @@ def test_an_inference_replica_has_weights_alone(backend, dtype, expected):
 # ---------------------------------------------------------------------------------- activations
 def test_weights_and_gradients_that_stay_whole_over_micro_batches():
     # 7B in bf16 on 8 ranks, recomputed, four micro-batches. At the start of the last layer's backward pass,
-    # stage 3 has the weights of two layers and of the rest, and a buffer; stage 2 has those of all layers.
+    # stage 3 has the weights of a layer and of the rest, and stage 2 those of all layers. The stream that
+    # gathers keeps the buffers of the rest and of the first layer.
     layer, rest = 202_383_360, 262_148_096
     asked = {"dtype": "bf16", "activation_checkpointing": True, "on_cpu": False}
     three, two, one = (
@@ -162,8 +168,8 @@ def test_weights_and_gradients_that_stay_whole_over_micro_batches():
         )
         for stage in (3, 2, 1)
     )
-    assert two["gathered weights"] == 2 * (32 * layer + rest + layer)
-    assert three["gathered weights"] == 2 * (layer + rest + layer)
+    assert two["gathered weights"] == 2 * (32 * layer + rest + rest + layer)
+    assert three["gathered weights"] == 2 * (layer + rest + rest + layer)
     # fp32 shards of 1/8, or all of it, and the first gradients of the backward pass.
     first = 2 * (32_000 * 4_096 + layer)
     assert three["gradients"] == two["gradients"] == 4 * NUM_7B // 8 + first
@@ -1198,6 +1204,52 @@ def test_a_plan_that_fits_is_not_refused():
 
 
 # ----------------------------------------------------------------------- beside the real thing
+class _LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors that operations have made and that still exist."""
+
+    def __init__(self):
+        super().__init__()
+        self.now, self.most, self._known = 0, 0, set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for one in tree_leaves(made):
+            storage = one.untyped_storage() if isinstance(one, torch.Tensor) else None
+            if storage is not None and storage._cdata not in self._known:
+                self._change(storage._cdata, storage.nbytes())
+                weakref.finalize(storage, self._change, storage._cdata, -storage.nbytes())
+        return made
+
+    def _change(self, key, num_bytes):
+        (self._known.add if num_bytes > 0 else self._known.discard)(key)
+        self.now += num_bytes
+        self.most = max(self.most, self.now)
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("qwen3_moe", torch.bfloat16), ("mixtral", torch.float32)])
+def test_copies_of_tokens_while_outputs_of_experts_are_weighted(family, dtype):
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 4}
+    config = Qwen3MoeConfig(**sizes, experts_implementation="grouped_mm")
+    experts = Qwen3MoeExperts(config).to(torch.bfloat16)
+    for weight in experts.parameters():
+        torch.nn.init.normal_(weight.requires_grad_(False), std=0.1)
+    hidden = torch.randn(512, 256, dtype=torch.bfloat16, requires_grad=True)
+    chosen, weights = torch.arange(4).expand(512, 4), torch.rand(512, 4, dtype=dtype).requires_grad_()
+    shape = replace(kit.shape_of(kit.MIXED), family=family, hidden=256)
+    planned = rank(replace(shape, experts=replace(shape.experts, per_token=4)), dtype="bf16")
+    with _LiveBytes() as live:
+        output = experts(hidden, chosen, weights)
+        kept, live.most = live.now, 0
+        output.backward(torch.ones_like(output))
+    beyond = activations.weighted_copies(planned, 512, has_gradient=True)
+    assert beyond == pytest.approx(live.most - kept, rel=0.05)
+    with _LiveBytes() as live, torch.no_grad():
+        experts(hidden, chosen, weights)
+    in_all = activations.weighted_copies(planned, 512, has_gradient=False)
+    of_layer = 4 * 2 * 256 * 512  # the layer's input and what is made of it before
+    assert in_all - of_layer == pytest.approx(live.most, rel=0.1)
+
+
 def transient(architecture, work, batch, data=1, **asked):
     found = rank(kit.shape_of(architecture), f"d{data}", **asked)
     return (torch_memory.train_step if work == "train" else torch_memory.infer_step)(found, batch).total()

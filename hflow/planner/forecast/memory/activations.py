@@ -211,6 +211,26 @@ def backward_buffers(rank: Rank, batch: MicroBatch, num_mlp: int = 2) -> int:
     return max(mlp, _attention_gradients(rank, batch))
 
 
+def weighted_copies(rank: Rank, tokens: int, *, has_gradient: bool) -> int:
+    """Return the bytes at the moment when transformers weights the outputs of experts; 0 without experts.
+
+    In the backward pass, beyond what is kept: the gradient of each weighted copy of a token, its products with
+    the weight and with the output, the output's gradient if that is in another dtype, and the residual's.
+    Without gradient: each copy of a token, the outputs, and the weighted ones in two orders
+    (`grouped_mm_experts_forward` in transformers/integrations/moe.py), with the layer's input.
+    """
+    shape, width = rank.shape, rank.width
+    if shape.experts is None:
+        return 0
+    kind = ROUTERS.get(shape.family)
+    weighted = FP32_BYTES if kind is not None and (kind.in_fp32 or kind.weighs_in_fp32) else width
+    if has_gradient:
+        rows = (3 * weighted + width * (weighted != width)) * shape.experts.per_token + width
+    else:
+        rows = 2 * (weighted + width) * shape.experts.per_token + 4 * width
+    return rows * shape.hidden * tokens
+
+
 def _attention_gradients(rank: Rank, batch: MicroBatch) -> int:
     """Return the bytes of the backward pass of attention behind shared prompts, beyond what is kept.
 
