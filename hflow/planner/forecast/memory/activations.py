@@ -214,10 +214,10 @@ def backward_buffers(rank: Rank, batch: MicroBatch, num_mlp: int = 2) -> int:
 def weighted_copies(rank: Rank, tokens: int, *, has_gradient: bool) -> int:
     """Return the bytes at the moment when transformers weights the outputs of experts; 0 without experts.
 
-    In the backward pass, beyond what is kept: the gradient of each weighted copy of a token, its products with
-    the weight and with the output, the output's gradient if that is in another dtype, and the residual's.
-    Without gradient: each copy of a token, the outputs, and the weighted ones in two orders
-    (`grouped_mm_experts_forward` in transformers/integrations/moe.py), with the layer's input.
+    In the backward pass, beyond what is kept: the gradient of each weighted copy of a token, its products
+    with the weight and with the output, the output's gradient if in another dtype, and the residual's.
+    Without gradient: each copy of a token, the outputs, the weighted ones in two orders, and rows of D.
+    Source: `grouped_mm_experts_forward` in transformers/integrations/moe.py.
     """
     shape, width = rank.shape, rank.width
     if shape.experts is None:
