@@ -355,10 +355,10 @@ class ShardedStep(_Step):
     def _buffers(self, num: int) -> int:
         """Return the elements of buffers of which `num` exist.
 
-        On a GPU they are memory of a stream of their own, which the allocator gives to no other stream, so
-        that those of the two units with most that follow each other count at all moments. A single rank
-        copies without buffers. Source: `get_all_gather_streams`, `AllGatherState` and `wait_for_unshard` in
-        torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py.
+        On a GPU they are memory of a stream of their own, which the allocator gives to no other stream until
+        an allocation fails and training stalls. So those of the two units with most that follow each other
+        count at all moments. A single rank copies without buffers. Source: `get_all_gather_streams`,
+        `AllGatherState` and `wait_for_unshard` in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py.
         """
         if self.rank.on_cpu:
             return num * (self.units.layer or self.units.root)
