@@ -260,7 +260,11 @@ def samples(
         else:
             show(
                 render_samples_with_text(
-                    found.samples.to_json(), found.texts, found.samples.total, found.total
+                    found.samples.to_json(),
+                    found.texts,
+                    found.samples.total,
+                    found.total,
+                    is_exact=found.samples.is_exact,
                 )
             )
         return

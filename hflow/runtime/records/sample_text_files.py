@@ -12,7 +12,7 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +52,13 @@ def read_samples(directory: Path) -> list[SampleRow]:
     Raises:
         ConfigError: for a file that is damaged. So do the others.
     """
+    return [row for rows in read_hundreds(directory) for row in rows]
+
+
+def read_hundreds(directory: Path) -> Iterator[list[SampleRow]]:
+    """Yield the rows of each hundred of steps that has any, in the order of steps."""
     files = _Files(directory)
-    return [row for block in files.blocks for row in files.read(block)]
+    yield from filter(None, map(files.read, files.blocks))
 
 
 def read_some(directory: Path) -> list[SampleRow]:
@@ -95,10 +100,14 @@ def keep_samples(directory: Path, known_among: Callable[[Set[SampleKey]], Contai
 
     Args:
         directory: the directory of the files.
-        known_among: returns which of these samples are known.
+        known_among: returns which of these samples are known. It is called for each file.
     """
-    known = known_among({_key(row) for row in read_samples(directory)})
-    _Files(directory).filter(lambda rows: [row for row in rows if _key(row) in known])
+
+    def kept(rows: Sequence[SampleRow]) -> list[SampleRow]:
+        known = known_among({_key(row) for row in rows})
+        return [row for row in rows if _key(row) in known]
+
+    _Files(directory).filter(kept)
 
 
 class _Files:
