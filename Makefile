@@ -32,7 +32,7 @@ lint: env
 
 # Style, types and import rules are tests too. Two cores run three processes of tests, as some of them wait. Tests
 # that start Ray come last, as each has several processes.
-test: env browser
+test: env browser build/triton/installed
 	$(PYTEST) -n 3 -m "not ray and not long"
 	$(PYTEST) -n 2 -m "ray and not long"
 
@@ -41,6 +41,12 @@ FAST := algo data_ dsl graph imports ledger nodes_ plan_ schedule simulate stale
 test-fast: env
 	$(PYTEST) -n 2 -m "not ray and not slow and not long" \
 		$(filter-out %/test_plan_memory.py,$(wildcard $(FAST:%=tests/unit/test_%*.py)))
+
+# Triton for tests of kernels on CPUs, of the version that a bare GPU machine has. vLLM's build for CPUs must not find it.
+build/triton/installed: $(STAMP)
+	rm -rf build/triton
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps --target build/triton triton==3.6.0
+	touch $@
 
 # What takes too long to be part of every change: all recipes' twins, engines that end with their owners, ...
 test-long: env
@@ -128,7 +134,7 @@ build/bare/installed:
 	touch $@
 
 # The configurations of vLLM's engines on GPUs, validated by its CUDA build on CPUs with a driver that does nothing:
-# half an hour, and 6 GB in build/cuda. === leaves out builds of torch for CPUs.
+# five minutes, and 6 GB in build/cuda. === leaves out builds of torch for CPUs.
 cuda-configs: env build/cuda/installed
 	build/cuda/bin/python requirements/cuda_configs.py --out benchmarks/results/cuda-configs.json
 

@@ -40,6 +40,7 @@ from hflow.launch.running.worker_setup import make_setup
 from hflow.models.hf_config import read_config
 from hflow.models.settings import ModelSettings
 from hflow.shapes.architectures import knows_tensors, read_shape
+from hflow.shapes.model_shape import ModelShape
 from hflow.types.routed_experts import ROUTED_EXPERTS
 from hflow.workers.process_setup import device_environment
 from hflow.workers.worker import build_engines
@@ -97,7 +98,7 @@ class PlannedEngine:
 
 
 def cases() -> Iterator[Case]:
-    """Yield every shipped recipe that generates, and every command of GSM8K's table."""
+    """Yield every shipped recipe, and every command of GSM8K's table."""
     for name in shipped_recipes():
         if not name.startswith("gsm8k/"):
             yield Case(name, (EIGHT_H100,))
@@ -117,14 +118,19 @@ def cases() -> Iterator[Case]:
     yield Case("grpo", (EIGHT_H100, "model@models.actor=tiny-qwen3-moe", *replay))
 
 
-def model_engines(directory: Path) -> Iterator[PlannedEngine]:
-    """Yield engines of every shipped model that vLLM serves, with 1 to 8 tensor ranks, without a plan."""
+def models() -> Iterator[tuple[str, dict[str, Any], ModelShape]]:
+    """Yield name, architecture and sizes of every shipped model that vLLM serves."""
     for file in sorted((ROOT / "configs" / "model").glob("*.yaml")):
         architecture = yaml.safe_load(file.read_text())["architecture"]
         shape = read_shape(architecture)
-        if shape is None or not knows_tensors(shape):
-            continue
-        path = directory / file.stem
+        if shape is not None and knows_tensors(shape):
+            yield file.stem, architecture, shape
+
+
+def model_engines(directory: Path) -> Iterator[PlannedEngine]:
+    """Yield engines of `models`, with 1 to 8 tensor ranks, without a plan."""
+    for model_name, architecture, shape in models():
+        path = directory / model_name
         write_checkpoint(architecture, path)
         settings = ModelSettings(name="actor", path=str(path), dtype="bf16", device="cuda")
         adapted = dataclasses.replace(settings, lora=LoraConfig(r=8, alpha=8))
@@ -145,7 +151,7 @@ def model_engines(directory: Path) -> Iterator[PlannedEngine]:
             )
             launch = vllm_launch(setup)
             found = process_settings(setup, launch, directory)
-            yield PlannedEngine(f"{file.stem}, {name}", "actor@gen", found, dict(launch.environment))
+            yield PlannedEngine(f"{model_name}, {name}", "actor@gen", found, dict(launch.environment))
 
 
 def write_checkpoint(architecture: Mapping[str, Any], directory: Path) -> None:
@@ -257,9 +263,10 @@ def configured(settings: ProcessSettings) -> dict[str, Any]:
     config = engine_config(settings)
     model, scheduler, compilation = config.model_config, config.scheduler_config, config.compilation_config
     sizes = compilation.cudagraph_capture_sizes or []
-    asked = settings.arguments
+    asked, has_graphs = settings.arguments, bool(sizes)
     assert scheduler.async_scheduling == asked["async_scheduling"], "vLLM turned asynchronous scheduling off"
-    assert max(sizes) >= asked["max_num_seqs"], "vLLM cut the sizes of CUDA graphs"
+    assert has_graphs != asked["enforce_eager"], "vLLM turned CUDA graphs on or off"
+    assert not has_graphs or max(sizes) >= asked["max_num_seqs"], "vLLM cut the sizes of CUDA graphs"
     with set_current_vllm_config(config):
         selector = AttentionSelectorConfig(
             head_size=model.get_head_size(),
@@ -275,7 +282,7 @@ def configured(settings: ProcessSettings) -> dict[str, Any]:
         "length": model.max_model_len,
         "attention": attention.rpartition(".")[2],
         "cache": config.cache_config.cache_dtype,
-        "graphs": f"{compilation.cudagraph_mode.name}, {len(sizes)} up to {max(sizes)}",
+        "graphs": compilation.cudagraph_mode.name + (f", {len(sizes)} up to {max(sizes)}" if sizes else ""),
         "sleeps": model.enable_sleep_mode,
         "async": scheduler.async_scheduling,
         "v2": config.use_v2_model_runner,
@@ -318,11 +325,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         engines = list(model_engines(Path(temporary)))
         for number, case in enumerate(cases()):
+            found, reason = [], "it generates nothing"
             try:
-                engines += planned_engines(case, Path(temporary, str(number)))
+                found = list(planned_engines(case, Path(temporary, str(number))))
             except HflowError as error:
-                rows.append({"case": str(case), "refused": str(error)})
-                print(f"{case}: {error}", flush=True)
+                reason = str(error)
+            engines += found
+            if not found:
+                rows.append({"case": str(case), "refused": reason})
+                print(f"{case}: {reason}", flush=True)
         of_environment = defaultdict[tuple[tuple[str, str], ...], list[PlannedEngine]](list)
         for engine in engines:
             variables = engine.environment.items()
@@ -332,7 +343,7 @@ def main() -> int:
             rows += validated(dict(key), members, Path(temporary, "engines"))
     failed = [row for row in rows if "error" in row]
     num_refused = sum("refused" in row for row in rows)
-    print(f"{len(rows) - num_refused} engines, {len(failed)} not validated, {num_refused} cases have no plan")
+    print(f"{len(rows) - num_refused} engines, {len(failed)} not validated, {num_refused} cases have none")
     if options.out is not None:
         options.out.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
     return bool(failed)

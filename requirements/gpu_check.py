@@ -19,6 +19,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))
+
+from hflow.base.machine_gpus import visible_gpus  # noqa: E402
+
 WHEELS = ROOT / "build" / "gpu-wheels"
 PACKAGES = ROOT / "build" / "gpu-packages"
 """Where the wheels are installed."""
@@ -62,14 +66,6 @@ def run(name: str, command: Sequence[str], out: Path, variables: Mapping[str, st
     return process.returncode
 
 
-def num_gpus() -> int:
-    """Return the number of GPUs that the driver lists."""
-    if shutil.which("nvidia-smi") is None:
-        return 0
-    listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=False)
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
-
-
 def commands(gpus: int, out: Path) -> dict[str, list[str]]:
     """Return the command of each step."""
     results = {name: str(out / name) for name in ("cells.json", "tests.xml", "doctor.json")}
@@ -89,11 +85,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--gpus", type=int, help="GPUs to use; default: all")
+    parser.add_argument("--gpus", type=int, help="GPUs to use; default: all that CUDA_VISIBLE_DEVICES allows")
     parser.add_argument("steps", nargs="*", metavar="STEP", help="cells, tests or doctor; default: all")
     options = parser.parse_args()
     out = Path(os.environ.get("OUT") or ROOT / "build" / "gpu-check").resolve()
-    steps = commands(num_gpus() if options.gpus is None else options.gpus, out)
+    num_gpus = len(visible_gpus(os.environ)) if options.gpus is None else options.gpus
+    if options.gpus is None and num_gpus == 0:
+        parser.error("nvidia-smi lists no GPU that CUDA_VISIBLE_DEVICES allows; --gpus 0 tries CPUs")
+    steps = commands(num_gpus, out)
     if unknown := set(options.steps) - set(steps):
         parser.error(f"there is no step {', '.join(sorted(unknown))}; there are {', '.join(steps)}")
     out.mkdir(parents=True, exist_ok=True)

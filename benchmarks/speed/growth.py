@@ -31,6 +31,7 @@ from hflow.report.html.run import render_run_page
 from hflow.report.text.results import render_run_report
 from hflow.runtime.ledger import Ledger
 from hflow.runtime.ledger.ledger import rewind
+from hflow.runtime.records.metric_columns import drop_rows_after
 from hflow.runtime.records.metrics_log import MetricsLog
 from hflow.runtime.records.sample_text_files import drop_samples_after, write_samples
 from hflow.runtime.saving.run_directory import RunDirectory
@@ -139,7 +140,7 @@ def query(directory: RunDirectory, num_steps: int, position: int) -> dict[str, f
 def _go_back(directory: RunDirectory, step: int, position: int) -> None:
     rewind(directory.ledger, step, position)
     drop_samples_after(directory.samples, step)
-    directory.drop_metrics_after(step)
+    drop_rows_after(directory.metrics, step)
 
 
 def _print(text: Any) -> None:

@@ -1,10 +1,10 @@
-"""What the second core brings: steps of recipes/grpo.py by one worker and by two.
+"""What the second core brings: steps of recipes/grpo.py by two threads, and by two workers.
 
-    python -m benchmarks.speed.second_core [--sizes tiny 19m] [--rounds 3]
+    python -m benchmarks.speed.second_core [--sizes tiny 19m smollm2] [--rounds 3]
 
-Random Qwen2 models and answers as in `peers.py`, one thread per worker. One worker runs in the controller's
-process on one core, or in a process of Ray, as two workers do; Ray's processes use two cores. Seconds of the
-clock, so the machine must be idle.
+Models as in `peers.py`, 64 answers a step. One worker runs in the controller's process with one thread or
+two, or in a process of Ray with one, as each of two workers does; Ray's processes use two cores. Seconds of
+the clock, so the machine must be idle.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib import harness
-from benchmarks.speed.peers import GRPO, HERE, SIZES, WARMUP, make_model, step_overrides
+from benchmarks.speed.peers import GRPO, HERE, REAL, SIZES, WARMUP, model_of, step_overrides
 
+CASES = {name: GRPO[name] for name in SIZES} | {REAL: replace(GRPO[REAL], prompts=8, max_tokens=24, steps=6)}
 WORKERS = {
-    "one": (1, ["workers=inproc", "cluster=cpu-1x1"]),
-    "one on Ray": (2, ["workers=ray", "cluster=cpu-1x1"]),
-    "two": (2, ["workers=ray", "cluster=cpu-1x2"]),
+    "one": (1, 1, ["workers=inproc", "cluster=cpu-1x1"]),
+    "two threads": (2, 2, ["workers=inproc", "cluster=cpu-1x1"]),
+    "one on Ray": (2, 1, ["workers=ray", "cluster=cpu-1x1"]),
+    "two": (2, 1, ["workers=ray", "cluster=cpu-1x2"]),
 }
-"""Runs, their cores, and what differs in their configuration."""
+"""Runs, their cores, the threads of a worker, and what differs in their configuration."""
 
 
 def serve(run: str, model: Path, size: str) -> None:
@@ -45,7 +47,7 @@ def serve(run: str, model: Path, size: str) -> None:
             ends.append(time.perf_counter())
 
     with tempfile.TemporaryDirectory() as out:
-        overrides = [*step_overrides(model, GRPO[size], out), *WORKERS[run][1]]
+        overrides = [*step_overrides(model, CASES[size], out), *WORKERS[run][2]]
         compiled = compile_recipe(HERE.parents[1] / "recipes" / "grpo.py", overrides)
         run_compiled(replace(compiled, observers=(Clock(),)), False)
     seconds = [end - start for start, end in zip(ends[WARMUP:], ends[WARMUP + 1 :], strict=False)]
@@ -54,7 +56,7 @@ def serve(run: str, model: Path, size: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--sizes", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--serve", nargs=3, metavar=("RUN", "MODEL", "SIZE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -63,20 +65,23 @@ def main() -> None:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: WORKERS[run][0]])
         serve(run, Path(model), size)
         return
-    os.environ["OMP_NUM_THREADS"] = "1"
     found: dict[str, Any] = {"configuration": harness.numbers(args)}
     with tempfile.TemporaryDirectory() as directory:
         for size in args.sizes:
-            model = Path(directory) / size
-            make_model(model, size)
+            model = model_of(size, Path(directory))
             runs = {
                 run: lambda run=run, model=model, size=size: harness.run_once(  # type: ignore[misc]
-                    [sys.executable, "-m", __spec__.name, "--serve", run, str(model), size]
+                    [sys.executable, "-m", __spec__.name, "--serve", run, str(model), size],
+                    {"OMP_NUM_THREADS": str(WORKERS[run][1])},
                 )
                 for run in WORKERS
             }
             rows = harness.interleave(runs, args.rounds)
-            found[size] = {"summary": harness.compare(rows, "seconds", "two"), "rows": rows}
+            found[size] = {
+                "summary": harness.compare(rows, "seconds", "one"),
+                "rows": rows,
+                "load": os.getloadavg(),
+            }
             print(size, json.dumps(found[size]["summary"]), flush=True)
     print(harness.write("second-core", found))
 

@@ -51,9 +51,14 @@ def replace_text(path: Path, text: str) -> None:
     Raises:
         WriteError: when it cannot be written. It then has the old content.
     """
+    replace_bytes(path, text.encode())
+
+
+def replace_bytes(path: Path, data: bytes) -> None:
+    """Write a file as `replace_text` does."""
     new = path.with_name(f".{path.name}")
     try:
-        new.write_text(text, encoding="utf-8")
+        new.write_bytes(data)
         sync(new)
         new.replace(path)
     except OSError as error:

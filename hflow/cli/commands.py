@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NoReturn
 
@@ -40,8 +40,8 @@ app = typer.Typer(
 )
 
 
-def _add(function: Callable[..., None], *examples: str, more: Iterable[str] = (), **options: Any) -> None:
-    app.command(epilog="\n\n".join([_examples(*examples), *more]), **options)(function)
+def _add(function: Callable[..., None], *examples: str, **options: Any) -> None:
+    app.command(epilog=_examples(*examples), **options)(function)
 
 
 _add(recipes.new, "new grpo mine", "new grpo mine --chat", "new custom/replay mine")
@@ -83,13 +83,12 @@ _add(
     "twin grpo batch=8 --as-configured placement='actor=0:d1 actor.gen=1:d1'",
 )
 _add(results.why, "why runs/grpo/latest 17", "why grpo eval_gen/3 --json")
-_columns = [f"[bold]{name}[/bold]: {text}" for name, text in launch.SAMPLE_COLUMNS.items()]
 _add(
     results.samples,
     "samples grpo --where \"reason = 'stale' and lag > 2\"",
     "samples grpo --where 'reward > 0.5' --csv",
     "samples runs/grpo/latest --where \"end = 'refused'\" --count",
-    more=["Columns:", *_columns],
+    cls=results.SamplesCommand,
 )
 _add(results.report, "report grpo", "report runs/grpo/20260131-142500 --html report.html")
 _add(results.watch, "watch grpo", "watch runs/grpo/20260131-142500 --port 0")

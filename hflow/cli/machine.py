@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
 from hflow import launch
-from hflow.base.machine_gpus import read_gpus
 from hflow.base.terminal import print_text, show
 from hflow.base.text import format_share
-from hflow.doctor import check_machine
-from hflow.doctor.collectives import check_collectives
-from hflow.doctor.finding import Finding
-from hflow.doctor.gpus import (
-    check_attention,
-    check_gpus,
-    check_layer_times,
-    check_layers,
-    check_sockets,
-    in_child,
-)
-from hflow.doctor.trial_runs import trial_device, try_runs
+
+if TYPE_CHECKING:
+    from hflow.doctor.finding import Finding
 
 
 def doctor(
@@ -45,6 +36,8 @@ def doctor(
     ] = None,
 ) -> None:
     """Show what this machine can run, and how to install or fix the rest."""
+    from hflow.doctor import check_machine
+
     findings = list(check_machine())
     show(_table(findings))
     for finding in [] if gpus is None else _check_gpus(gpus):
@@ -60,9 +53,24 @@ def doctor(
 
 def _check_gpus(num_gpus: int) -> Iterator[Finding]:
     """Check GPUs, then try runs on them; without the GPUs that were asked for, nothing is tried."""
+    from hflow.base.machine_gpus import visible_gpus
+    from hflow.doctor.collectives import check_collectives
+    from hflow.doctor.finding import Finding
+    from hflow.doctor.gpus import (
+        check_attention,
+        check_decoding,
+        check_gpus,
+        check_layer_times,
+        check_layers,
+        check_logprobs,
+        check_sockets,
+        in_child,
+    )
+    from hflow.doctor.trial_runs import trial_device, try_runs
+
     memory_gib = None
     if num_gpus > 0:
-        gpus, is_usable = read_gpus(), True
+        gpus, is_usable = visible_gpus(os.environ), True
         for finding in check_gpus(gpus, num_gpus):
             is_usable &= finding.ok or not finding.required
             yield finding
@@ -73,7 +81,9 @@ def _check_gpus(num_gpus: int) -> Iterator[Finding]:
         memory_gib = min(gpu.memory_gib for gpu in gpus[:num_gpus])
     device = "cuda" if num_gpus else "cpu"
     yield from in_child(check_attention, device)
+    yield from in_child(check_logprobs, device)
     if num_gpus:
+        yield from in_child(check_decoding, device)
         yield from in_child(check_layers, device)
         yield from in_child(check_sockets, device)
     yield from check_layer_times(device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,12 +21,6 @@ from hflow.cli.arguments import (
     split_recipe,
     write_html,
 )
-from hflow.report.text.diff import render_diff
-from hflow.report.text.explanation import render_explanation
-from hflow.report.text.figures import render_sizes, render_what_if, size_table
-from hflow.report.text.plan import render_plan
-from hflow.report.text.plan.graph import plan_dot, plan_mermaid, render_graph
-from hflow.report.text.simulation import render_simulation
 
 if TYPE_CHECKING:
     from hflow.report.tables import TableView
@@ -46,12 +39,6 @@ WHAT_IF = (
     "Plan again with each of these changes, and print seconds, memory and cost beside the base. Several "
     "KEY=VALUEs in one quotation are one change."
 )
-FORMATS: Mapping[str, Callable[[launch.Compiled], str]] = {
-    "--json": lambda compiled: launch.plan_file_text(compiled),
-    "--dot": lambda compiled: plan_dot(compiled.plan),
-    "--mermaid": lambda compiled: plan_mermaid(compiled.plan),
-}
-"""Option -> the function that writes a plan for other programs."""
 
 
 class PlanCommand(TyperCommand):
@@ -73,6 +60,8 @@ class PlanCommand(TyperCommand):
 
 def check(recipe: Recipe, overrides: Overrides = None) -> None:
     """Check a recipe: find what makes each input of each node, report errors, and print the graph."""
+    from hflow.report.text.graph import render_graph
+
     show(render_graph(launch.check(recipe, overrides or [])))
 
 
@@ -103,6 +92,8 @@ def plan(
     if explain is not None:
         if recipe is None or chosen or html is not None or diff is not None or what_if:
             raise ConfigError("--explain prints the parts of one node of a recipe; remove other options")
+        from hflow.report.text.explanation import render_explanation
+
         show(render_explanation(launch.explain(launch.compile_recipe(recipe, changes), explain)))
         return
     if diff is not None and what_if:
@@ -118,6 +109,8 @@ def plan(
             raise ConfigError("name a recipe, as in `hflow plan grpo --what-if batch=128`")
         found = launch.what_if(recipe, changes, what_if)
         if chosen is None:
+            from hflow.report.text.figures import render_what_if
+
             show(render_what_if(found))
         else:
             print_json(found.to_json())
@@ -148,10 +141,12 @@ def simulate(
     if json:
         print_json(simulation.to_json())
     else:
+        from hflow.report.text.simulation import render_simulation
+
         show(render_simulation(simulation))
 
 
-def _at_most_one(options: Mapping[str, bool]) -> str | None:
+def _at_most_one(options: dict[str, bool]) -> str | None:
     given = [option for option, is_given in options.items() if is_given]
     if len(given) > 1:
         raise ConfigError(f"{given[0]} and {given[1]} exclude each other; use one of them")
@@ -160,10 +155,15 @@ def _at_most_one(options: Mapping[str, bool]) -> str | None:
 
 def _show_plan(compiled: launch.Compiled, chosen: str | None, html: Path | None) -> None:
     """Print a plan in the chosen format, and write its HTML page if requested."""
+    from hflow.report.text.graph import plan_dot, plan_mermaid
+    from hflow.report.text.plan import render_plan
+
     if html is not None:
         write_page(compiled, html)
-    if chosen is not None:
-        print_data(FORMATS[chosen](compiled))
+    if chosen == "--json":
+        print_data(launch.plan_file_text(compiled))
+    elif chosen is not None:
+        print_data((plan_dot if chosen == "--dot" else plan_mermaid)(compiled.plan))
     elif html is not None:
         print_text(f"{html}: page of plan {compiled.plan.digest[:12]}")
     else:
@@ -191,6 +191,8 @@ def _compare_plans(
     if as_json:
         print_json(diff.to_json())
     else:
+        from hflow.report.text.diff import render_diff
+
         show(render_diff(diff, before, after))
     if diff.changes:
         raise typer.Exit(DIFFERENT)
@@ -232,6 +234,8 @@ def size(
 ) -> None:
     """Find the smallest or the cheapest cluster on which a recipe reaches a target. Needs no device."""
     target = launch.Target(seconds, samples, days)
+    from hflow.report.text.figures import render_sizes, size_table
+
     found = launch.size(recipe, overrides or [], target, on=on or (), most=most, cheapest=cheapest)
     if html is not None and found.compiled is not None:
         write_page(found.compiled, html, size_table(found))

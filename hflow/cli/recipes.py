@@ -12,8 +12,6 @@ from hflow.base.errors import ConfigError
 from hflow.base.shipped import is_recipe_file, shipped_recipes
 from hflow.base.terminal import print_json, print_text, show
 from hflow.cli.arguments import AsJson, recipe_file
-from hflow.report.text.nodes import render_node, render_nodes, render_recipe_nodes, render_setting
-from hflow.report.text.translation import render_translation
 
 if TYPE_CHECKING:
     from hflow.launch import CatalogNode, CatalogSetting
@@ -64,6 +62,8 @@ def translate(
     if json:
         print_json(made.to_json())
     else:
+        from hflow.report.text.translation import render_translation
+
         show(render_translation(made))
 
 
@@ -84,6 +84,8 @@ def nodes(
     json: AsJson = False,
 ) -> None:
     """List the ready nodes, rewards and optimizers, or nodes of a recipe, or all that can be set of one."""
+    from hflow.report.text.nodes import render_nodes, render_recipe_nodes
+
     if subject is None:
         ready, settings = launch.ready_nodes(), launch.ready_settings()
         if json:
@@ -106,6 +108,8 @@ def nodes(
 
 
 def _show_one(found: CatalogNode | CatalogSetting, json: bool) -> None:
+    from hflow.report.text.nodes import render_node, render_setting
+
     if json:
         print_json(found.to_json())
     elif isinstance(found, launch.CatalogSetting):

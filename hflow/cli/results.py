@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand
 
 from hflow import launch
 from hflow.base.errors import ConfigError
@@ -26,10 +27,6 @@ from hflow.cli.arguments import (
     optional_recipe_file,
     write_html,
 )
-from hflow.report.text.compare import names_text, render_comparison
-from hflow.report.text.ledger import as_csv, render_output, render_samples, render_story
-from hflow.report.text.results import render_evaluation, render_run_report
-from hflow.report.text.samples import render_samples_with_text, render_texts
 
 TARGET = "A run's directory, NAME for the newest run in runs/NAME, or the directory of a checkpoint."
 METRIC = "A metric, or a glob such as 'time/*'. May be repeated."
@@ -50,6 +47,8 @@ def report(
     """Show what a run measured, generated, refused and suffered. It may still be going."""
     found = launch.read_report(run)
     if html is None:
+        from hflow.report.text.results import render_run_report
+
         show(render_run_report(found))
         return
     from hflow.report.html.run import render_run_page
@@ -98,6 +97,8 @@ def compare(
 
     Runs that differ only in their seed are one column, with mean and standard deviation.
     """
+    from hflow.report.text.compare import names_text, render_comparison
+
     comparison = launch.compare(runs, metric or ())
     if html is not None:
         from hflow.report.html.run import render_compare_page
@@ -164,6 +165,8 @@ def evaluate(
     if json:
         print_json(report.to_json())
     else:
+        from hflow.report.text.results import render_evaluation
+
         show(render_evaluation(report))
 
 
@@ -211,6 +214,9 @@ def why(
     json: AsJson = False,
 ) -> None:
     """Show the history of one sample: which weights generated it, its reward, and whether it was trained."""
+    from hflow.report.text.ledger import render_output, render_story
+    from hflow.report.text.samples import render_texts
+
     history = launch.why(run, sample)
     texts, output = launch.why_texts(run, history), launch.why_output(run, history)
     if json:
@@ -221,6 +227,16 @@ def why(
         show(render_story(history))
         show(render_output(output))
         show(render_texts(texts))
+
+
+class SamplesCommand(TyperCommand):
+    """`hflow samples`: its help lists the columns, which nothing else needs."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help with the columns."""
+        columns = [f"[bold]{name}[/bold]: {text}" for name, text in launch.SAMPLE_COLUMNS.items()]
+        self.epilog = "\n\n".join([self.epilog or "", "Columns:", *columns])
+        super().format_help(ctx, formatter)
 
 
 def samples(
@@ -249,6 +265,9 @@ def samples(
     ] = False,
 ) -> None:
     """List the samples of a run, or those that meet an SQL condition."""
+    from hflow.report.text.ledger import as_csv, render_samples
+    from hflow.report.text.samples import render_samples_with_text
+
     if json + csv + count > 1:
         raise ConfigError("--json, --csv and --count exclude each other; use one of them")
     if text and (csv or count):
@@ -260,7 +279,11 @@ def samples(
         else:
             show(
                 render_samples_with_text(
-                    found.samples.to_json(), found.texts, found.samples.total, found.total
+                    found.samples.to_json(),
+                    found.texts,
+                    found.samples.total,
+                    found.total,
+                    is_exact=found.samples.is_exact,
                 )
             )
         return

@@ -28,8 +28,6 @@ from hflow.cli.arguments import (
     recipe_name,
     split_recipe,
 )
-from hflow.report.text.summary import render_summary
-from hflow.report.text.twin import render_twin
 
 if TYPE_CHECKING:
     from hflow.launch.checkpoints.serve import ServedEndpoint
@@ -111,12 +109,16 @@ def twin(
         raise ConfigError("--as-configured uses the configuration's layouts; remove --layout")
     layouts = None if as_configured else layout or []
     report = launch.twin(recipe, overrides or [], layouts, steps, print_note)
+    from hflow.report.text.twin import render_twin
+
     show(render_twin(Path(recipe).stem, steps, report.results, report.notes))
     if not all(result.is_equal for result in report.results):
         raise typer.Exit(DIFFERENT)
 
 
 def _finish(summary: launch.RunSummary) -> None:
+    from hflow.report.text.summary import render_summary
+
     show(render_summary(summary))
     if summary.reason == STOPPED:
         print_text(f"to continue: hflow run --resume {summary.directory}")

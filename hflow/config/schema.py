@@ -609,8 +609,8 @@ class RunConfig:
     kinds; a `cpu` device is one process. `here`: the GPUs of this machine, or its cores and memory."""
     cores: tuple[Int, ...] | None = None
     """Number of processor cores that each device's worker is bound to, as in `[6,2]`, or one number for all,
-    as in `[4]`. Bound workers of one machine do not compete for cores. null: those that train
-    or infer on a GPU are bound to the cores on its socket, others are not."""
+    as in `[4]`. Bound workers do not compete for cores; plans count with as many threads. null: those that
+    train or infer on a GPU are bound to the cores on its socket, others not; plans count with one core."""
     network: str | None = None
     """The link between machines, such as `ib-ndr`; null: the device's usual one."""
     calibration: FilePath | None = None

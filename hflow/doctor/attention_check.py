@@ -67,8 +67,8 @@ def attention_error(device: str, dtype: torch.dtype, case: AttentionCase) -> Att
     whole_q, whole_k, whole_v = (x[row_of_token] for x in exact_inputs)
     exact = _exact(whole_q, whole_k, whole_v, case.reach.window)[token_of_row]
     exact_gradients = torch.autograd.grad(exact, exact_inputs, upstream.double())
-    errors = [_error(*pair) for pair in zip(gradients, exact_gradients, strict=True)]
-    return AttentionError(layout.kernel, _error(output, exact), max(errors))
+    errors = [relative_error(*pair) for pair in zip(gradients, exact_gradients, strict=True)]
+    return AttentionError(layout.kernel, relative_error(output, exact), max(errors))
 
 
 def _sharing(num_shared: int) -> PrefixSharing:
@@ -94,5 +94,6 @@ def _exact(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     return torch.cat(sequences)
 
 
-def _error(found: Tensor, exact: Tensor) -> float:
+def relative_error(found: Tensor, exact: Tensor) -> float:
+    """Return the largest difference from a result in float64, relative to its largest value."""
     return float((found.detach().cpu().double() - exact.detach()).abs().max() / exact.detach().abs().max())

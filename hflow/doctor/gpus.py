@@ -50,6 +50,8 @@ MAX_USED_SHARE = 0.05
 """Share of a GPU's memory that may be in use before a run starts."""
 MAX_ATTENTION_ERROR = {"fp32": 1e-4, "bf16": 0.03}
 """Largest difference from float64, relative to the largest value. bf16 rounds by up to 0.004."""
+MAX_LOGPROB_ERROR = {"fp32": 1e-4, "bf16": 0.02}
+"""The same for log-probs and entropy."""
 MAX_LAYER_ERROR = (0.04, 0.1)
 """Largest difference of logits, and of gradients, between layers of Transformer Engine and of torch in bf16,
 relative to the largest value of each tensor. torch's on a CPU are up to 0.011 and 0.04 from fp32."""
@@ -62,7 +64,10 @@ MIN_SHARED_GIB = 8
 Result = TypeVar("Result")
 
 _ATTENTION_FIX = "install the builds of torch and flash-attn that the README names, or uninstall the latter"
+_LOGPROB_FIX = "install the build of Triton that torch names as its dependency"
 _LAYER_FIX = "set models.NAME.kernels=torch, and report it with the versions of torch, CUDA and the package"
+_DECODE_FIX = "set models.NAME.gen.engine=vllm, and report it with the versions of torch and triton"
+_FROM_FLOAT64 = "output and gradient differ from float64 by {:.1g} and {:.1g}"
 _FAILURES = (BackendError, RuntimeError, AssertionError, AttributeError, ImportError, TypeError, ValueError)
 """What a package may raise that was built for others, or that has other interfaces."""
 
@@ -95,8 +100,11 @@ def check_gpus(gpus: Sequence[Gpu], wanted: int) -> Iterator[Finding]:
 def check_listed_gpus(gpus: Sequence[Gpu], wanted: int) -> Iterator[Finding]:
     """Check that there are enough GPUs, of one kind, with free memory."""
     if len(gpus) < wanted:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         found = f"{len(gpus)} of {wanted} GPUs"
         fix = f"hflow doctor --gpus {len(gpus)}" if gpus else "install NVIDIA's driver, or use a GPU machine"
+        if visible is not None:
+            found, fix = f"{found} with CUDA_VISIBLE_DEVICES={visible}", f"{fix}, or unset this variable"
         yield Finding("gpu", "count", False, found, fix)
     else:
         yield Finding("gpu", "count", True, f"{len(gpus)} GPUs")
@@ -105,19 +113,20 @@ def check_listed_gpus(gpus: Sequence[Gpu], wanted: int) -> Iterator[Finding]:
     if len(kinds) > 1:
         detail = "; ".join(
             f"{name} with {format_gib(size)}: "
-            + ", ".join(str(i) for i, gpu in enumerate(used) if (gpu.name, gpu.memory_bytes) == (name, size))
+            + ", ".join(str(gpu.index) for gpu in used if (gpu.name, gpu.memory_bytes) == (name, size))
             for name, size in kinds
         )
         fix = "set CUDA_VISIBLE_DEVICES to GPUs of one kind; a plan has one kind of device"
         yield Finding("gpu", "kinds", False, detail, fix)
-    for index, gpu in enumerate(used):
+    for gpu in used:
         sizes = f"{gpu.used_bytes / GIB:.1f} of {gpu.memory_gib:.1f} GiB in use"
         is_free = gpu.used_bytes <= MAX_USED_SHARE * gpu.memory_bytes
         fix = "end the processes that nvidia-smi lists, or leave this GPU out with CUDA_VISIBLE_DEVICES"
-        yield Finding("gpu", str(index), is_free, f"{gpu.name}, driver {gpu.driver}, {sizes}", fix)
+        yield Finding("gpu", str(gpu.index), is_free, f"{gpu.name}, driver {gpu.driver}, {sizes}", fix)
         if gpu.compute_mode in _LIMITED_MODES:
             detail = f"compute mode {gpu.compute_mode}: a trainer and vLLM cannot use the GPU together"
-            yield Finding("gpu", f"mode {index}", False, detail, f"nvidia-smi -i {index} -c DEFAULT, as root")
+            fix = f"nvidia-smi -i {gpu.index} -c DEFAULT, as root"
+            yield Finding("gpu", f"mode {gpu.index}", False, detail, fix)
 
 
 def check_allocator(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -166,23 +175,57 @@ def _findings(check: Callable[[str], Iterable[Finding]], device: str) -> list[Fi
     return list(check(device))
 
 
+def _compared(
+    name: str, fix: str, compare: Callable[..., tuple[bool, str]], *arguments: Any, of: str = ""
+) -> Finding:
+    """Return the finding of a comparison, which returns whether results are right, and their differences."""
+    try:
+        is_right, detail = compare(*arguments)
+    except _FAILURES as problem:
+        is_right, detail = False, (str(problem) or type(problem).__name__).splitlines()[0]
+    return Finding("kernel", name, is_right, of + detail, fix)
+
+
 def check_attention(device: str) -> Iterator[Finding]:
     """Compare what the attention kernels of a device compute, forward and backward, with float64."""
-    import torch
-
     from hflow.doctor.attention_check import CASES, attention_error
+    from hflow.models.dtypes import SAVED_DTYPES
 
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
-    for dtype, case in product(dtypes, CASES):
-        name = f"attention {dtype}{case}"
-        try:
-            error = attention_error(device, dtypes[dtype], CASES[case])
-        except (BackendError, RuntimeError) as problem:
-            yield Finding("kernel", name, False, str(problem).splitlines()[0], _ATTENTION_FIX)
-            continue
-        is_right = max(error.output, error.gradient) <= MAX_ATTENTION_ERROR[dtype]
-        detail = f"{error.kernel}: output and gradient differ from float64 by {error.output:.1g} and "
-        yield Finding("kernel", name, is_right, f"{detail}{error.gradient:.1g}", _ATTENTION_FIX)
+    def compare(dtype: str, case: str) -> tuple[bool, str]:
+        error = attention_error(device, SAVED_DTYPES[dtype], CASES[case])
+        detail = f"{error.kernel}: {_FROM_FLOAT64.format(error.output, error.gradient)}"
+        return max(error.output, error.gradient) <= MAX_ATTENTION_ERROR[dtype], detail
+
+    for dtype, case in product(MAX_ATTENTION_ERROR, CASES):
+        yield _compared(f"attention {dtype}{case}", _ATTENTION_FIX, compare, dtype, case)
+
+
+def check_logprobs(device: str) -> Iterator[Finding]:
+    """Compare what computes log-probs and entropy on a device, forward and backward, with float64."""
+    from hflow.doctor.logprob_check import logprob_error
+    from hflow.models.dtypes import SAVED_DTYPES
+
+    def compare(dtype: str) -> tuple[bool, str]:
+        error = logprob_error(device, SAVED_DTYPES[dtype])
+        return max(error) <= MAX_LOGPROB_ERROR[dtype], _FROM_FLOAT64.format(*error)
+
+    for dtype in MAX_LOGPROB_ERROR:
+        yield _compared(f"log-probs {dtype}", _LOGPROB_FIX, compare, dtype)
+
+
+def check_decoding(device: str) -> Iterator[Finding]:
+    """Compare the Triton kernels of the embedded engine with torch on the CPU."""
+    from hflow.models.dtypes import SAVED_DTYPES
+
+    def compare(dtype: str) -> tuple[bool, str]:
+        from hflow.doctor.decode_check import decode_errors  # needs Triton
+
+        errors, limit = list(decode_errors(device, SAVED_DTYPES[dtype])), MAX_ATTENTION_ERROR[dtype]
+        detail = f"triton: {', '.join(f'{kernel} {error:.1g}' for kernel, error in errors)} from torch"
+        return all(error <= limit for _, error in errors), f"{detail}, at most {limit:g}"
+
+    for dtype in MAX_ATTENTION_ERROR:
+        yield _compared(f"decode {dtype}", _DECODE_FIX, compare, dtype)
 
 
 def check_layers(device: str) -> Iterator[Finding]:
@@ -208,19 +251,17 @@ def _layer_findings(device: str, version: str, recipe: Fp8Recipe | None) -> Iter
     kind, limit, fix = "", MAX_LAYER_ERROR, _LAYER_FIX
     if recipe is not None:
         kind, limit, fix = f" fp8={recipe}", MAX_FP8_ERROR, _LAYER_FIX.replace("kernels=torch", "fp8=null")
-    for name, architecture in ((f"layers{kind}", DENSE), (f"experts{kind}", EXPERTS)):
-        try:
-            error = layer_error(device, "bf16", architecture, recipe)
-        except _FAILURES as problem:
-            line = (str(problem) or type(problem).__name__).splitlines()[0]
-            yield Finding("kernel", name, False, f"{TE_PACKAGE} {version}: {line}", fix)
-            continue
-        is_right = all(map(le, error, limit))
+
+    def compare(architecture: Mapping[str, Any]) -> tuple[bool, str]:
+        error = layer_error(device, "bf16", architecture, recipe)
         detail = (
-            f"{TE_PACKAGE} {version}: logits and gradients differ from torch's layers by "
-            f"{error.output:.1g} and {error.gradient:.1g}, at most {limit[0]:g} and {limit[1]:g} are expected"
+            f"logits and gradients differ from torch's layers by {error.output:.1g} and "
+            f"{error.gradient:.1g}, at most {limit[0]:g} and {limit[1]:g} are expected"
         )
-        yield Finding("kernel", name, is_right, detail, fix)
+        return all(map(le, error, limit)), detail
+
+    for name, architecture in ((f"layers{kind}", DENSE), (f"experts{kind}", EXPERTS)):
+        yield _compared(name, fix, compare, architecture, of=f"{TE_PACKAGE} {version}: ")
 
 
 def check_shared_memory(num_bytes: int) -> Finding:

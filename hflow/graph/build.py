@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import networkx as nx
-
 from hflow.base.errors import RecipeError, nearest
 from hflow.graph.check import check_graph, warnings_of
 from hflow.graph.edges import data_edges, overwrite_edges, same_step_order, state_edges, weight_edges
@@ -238,8 +236,5 @@ def _edges(nodes: Sequence[Node], streams: Sequence[Stream]) -> list[Edge]:
 def _in_order(nodes: Sequence[Node], edges: Sequence[Edge]) -> tuple[Node, ...]:
     """Sort nodes by their edges of lag 0."""
     position = {node.name: i for i, node in enumerate(nodes)}
-    order = same_step_order(edges)
-    order.add_nodes_from(position)
-    return tuple(
-        nodes[position[name]] for name in nx.lexicographical_topological_sort(order, position.__getitem__)
-    )
+    order = same_step_order(edges, position)
+    return tuple(nodes[position[name]] for name in order.in_order(position))

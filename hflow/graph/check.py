@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any
-
-import networkx as nx
 
 from hflow.base.errors import RecipeError
 from hflow.graph.edges import nodes_after_batch, same_step_order
@@ -165,13 +164,13 @@ def check_cycles(graph: Graph) -> None:
                 f"a cycle within a step: it reads {own_fields[0]!r}, which it returns itself. Rename the "
                 "result with returns=, or read another field",
             )
-    order = same_step_order(graph.edges)
-    if nx.is_directed_acyclic_graph(order):
+    cycle = same_step_order(graph.edges).find_cycle()
+    if not cycle:
         return
-    arcs = nx.find_cycle(order)
-    path = " -> ".join([src for src, _ in arcs] + [arcs[0][0]])
-    reasons = ", ".join(_arc_reason(graph, src, dst) for src, dst in arcs)
-    raise _error(graph.node(arcs[0][0]), f"a cycle within a step: {path} ({reasons}). Remove one of these")
+    path = [*cycle, cycle[0]]
+    reasons = ", ".join(_arc_reason(graph, src, dst) for src, dst in pairwise(path))
+    shown = " -> ".join(path)
+    raise _error(graph.node(cycle[0]), f"a cycle within a step: {shown} ({reasons}). Remove one of these")
 
 
 def check_group(graph: Graph, node: Node) -> None:

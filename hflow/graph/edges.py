@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-import networkx as nx
-
+from hflow.graph.arcs import Arcs
 from hflow.graph.ir import Edge, EdgeKind, Graph, Level, Node, Stream
 
 
@@ -64,14 +63,13 @@ def nodes_after_batch(graph: Graph) -> frozenset[str]:
     `after`, which count steps. Nodes that open a stream from a dataset are never among them.
     """
     waiting = {node.name for node in graph.nodes if _waits_for_batch(node)}
-    data = nx.DiGraph((e.src, e.dst) for e in graph.edges if e.kind is EdgeKind.DATA and e.lag == 0)
-    later = {name for start in waiting if start in data for name in nx.descendants(data, start)}
-    return frozenset(waiting | later)
+    data = Arcs((e.src, e.dst) for e in graph.edges if e.kind is EdgeKind.DATA and e.lag == 0)
+    return frozenset(waiting.union(*map(data.descendants, waiting)))
 
 
-def same_step_order(edges: Iterable[Edge]) -> nx.DiGraph[str]:
-    """Return the edges of lag 0 as a DiGraph: the order of nodes within a step."""
-    return nx.DiGraph((edge.src, edge.dst) for edge in edges if edge.lag == 0)
+def same_step_order(edges: Iterable[Edge], names: Iterable[str] = ()) -> Arcs:
+    """Return the edges of lag 0, between nodes with some names and others: their order within a step."""
+    return Arcs(((edge.src, edge.dst) for edge in edges if edge.lag == 0), names)
 
 
 def _waits_for_batch(node: Node) -> bool:

@@ -10,15 +10,12 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hflow.graph.errors import SourceLocation
 from hflow.graph.model import Model
 from hflow.types import Unit
 from hflow.types.trajectory import TRAJECTORIES, TRAJECTORY
-
-if TYPE_CHECKING:
-    import networkx as nx
 
 TRAJECTORY_FIELDS: Mapping[str, Unit] = {
     "input_ids": Unit.TOKEN,
@@ -323,15 +320,3 @@ class Graph:
     @cached_property
     def _by_name(self) -> dict[str, Node]:
         return {node.name: node for node in self.nodes}
-
-    @cached_property
-    def nx(self) -> nx.DiGraph[str]:
-        """The graph as a DiGraph of node names. The attribute `edges` of an arc is a tuple of `Edge`."""
-        import networkx as nx  # which takes a third of the time of `import hflow`
-
-        graph: nx.DiGraph[str] = nx.DiGraph()
-        graph.add_nodes_from(node.name for node in self.nodes)
-        for edge in self.edges:
-            before = graph.get_edge_data(edge.src, edge.dst, {}).get("edges", ())
-            graph.add_edge(edge.src, edge.dst, edges=(*before, edge))
-        return graph

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import networkx as nx
-
+from hflow.graph.arcs import Arcs
 from hflow.graph.edges import nodes_after_batch
 from hflow.graph.ir import EdgeKind, Graph, Level, Node, NodeSpec, Stream
 from hflow.types import Unit
@@ -77,20 +76,16 @@ def num_firings(spec: NodeSpec, num_steps: int) -> int:
     return len(range(spec.after, num_steps, spec.every))
 
 
-def same_step(graph: Graph) -> nx.DiGraph[str]:
-    """Return the graph of lag-0 edges: an arc means "before, in the same step"."""
-    before: nx.DiGraph[str] = nx.DiGraph()
-    before.add_nodes_from(node.name for node in graph.nodes)
-    before.add_edges_from((e.src, e.dst) for e in graph.edges if e.lag == 0 and not e.at_most)
-    return before
+def same_step(graph: Graph) -> Arcs:
+    """Return the lag-0 edges: an arc means "before, in the same step"."""
+    arcs = ((e.src, e.dst) for e in graph.edges if e.lag == 0 and not e.at_most)
+    return Arcs(arcs, (node.name for node in graph.nodes))
 
 
-def data_flow(graph: Graph) -> nx.DiGraph[str]:
-    """Return the graph of the data edges within a step."""
-    flow: nx.DiGraph[str] = nx.DiGraph()
-    flow.add_nodes_from(node.name for node in graph.nodes)
-    flow.add_edges_from((e.src, e.dst) for e in graph.edges if e.kind is EdgeKind.DATA and e.lag == 0)
-    return flow
+def data_flow(graph: Graph) -> Arcs:
+    """Return the data edges within a step."""
+    arcs = ((e.src, e.dst) for e in graph.edges if e.kind is EdgeKind.DATA and e.lag == 0)
+    return Arcs(arcs, (node.name for node in graph.nodes))
 
 
 def topological_order(graph: Graph) -> list[str]:
@@ -99,7 +94,7 @@ def topological_order(graph: Graph) -> list[str]:
     Every device group takes its cyclic order from this one, so no two groups can wait for each other.
     """
     position = {node.name: i for i, node in enumerate(graph.nodes)}
-    return list(nx.lexicographical_topological_sort(same_step(graph), key=position.__getitem__))
+    return list(same_step(graph).in_order(position))
 
 
 def firing_levels(graph: Graph) -> dict[str, Level]:
@@ -114,7 +109,7 @@ def firing_levels(graph: Graph) -> dict[str, Level]:
     written = written_models(graph)
     at_batch = set(nodes_after_batch(graph))
     for node in graph.nodes:
-        later = nx.descendants(flow, node.name)
+        later = flow.descendants(node.name)
         reads_frozen = node.spec.verb == "infer" and written.isdisjoint(node.spec.reads_weights)
         if reads_frozen and keeps.isdisjoint({node.name, *later}):
             at_batch |= {node.name, *later}
@@ -124,7 +119,7 @@ def firing_levels(graph: Graph) -> dict[str, Level]:
 def stages(graph: Graph) -> list[list[str]]:
     """Return node names by stage: a stage depends only on earlier stages of the same step."""
     position = {node.name: i for i, node in enumerate(graph.nodes)}
-    return [sorted(names, key=position.__getitem__) for names in nx.topological_generations(same_step(graph))]
+    return [sorted(names, key=position.__getitem__) for names in same_step(graph).generations()]
 
 
 def keeps_groups_whole(node: Node) -> bool:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-
-import networkx as nx
+from itertools import chain
 
 from hflow.graph.edges import nodes_after_batch, same_step_order
 from hflow.graph.field_table import UNIT_NAMES
@@ -20,8 +19,8 @@ def stages(graph: Graph) -> dict[str, int]:
     """Return for each node the length of the longest chain of edges within a step that leads to it."""
     order = same_step_order(graph.edges)
     depth = {node.name: 0 for node in graph.nodes}
-    for name in nx.topological_sort(order):
-        depth[name] = max((depth[before] + 1 for before in order.predecessors(name)), default=0)
+    for name in chain(*order.generations()):
+        depth[name] = max((depth[before] + 1 for before in order.before(name)), default=0)
     return depth
 
 

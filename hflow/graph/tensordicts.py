@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import networkx as nx
-
+from hflow.graph.arcs import Arcs
 from hflow.graph.field_table import Field, FieldTable
 from hflow.graph.ir import Level, Node, NodeSpec, Read
 from hflow.types import Unit
@@ -19,7 +18,7 @@ def add_tensordict_reads(nodes: Sequence[Node], fields: FieldTable) -> list[Node
     Such a parameter reads every field of the node's stream with an entry per token, sequence or group. Fields
     of the node itself and of nodes after it are left out, and fields that are made in fewer steps.
     """
-    flow = nx.DiGraph((read.producer, node.name) for node in nodes for read in node.reads)
+    flow = Arcs((read.producer, node.name) for node in nodes for read in node.reads)
     return [_with_reads(node, nodes, flow, fields) for node in nodes]
 
 
@@ -30,12 +29,12 @@ def is_produced_for(producer: NodeSpec, reader: NodeSpec) -> bool:
     return producer.opens_stream or is_in_step
 
 
-def _with_reads(node: Node, nodes: Sequence[Node], flow: nx.DiGraph[str], fields: FieldTable) -> Node:
+def _with_reads(node: Node, nodes: Sequence[Node], flow: Arcs, fields: FieldTable) -> Node:
     reads = node.reads
     for name, kind in node.spec.provided:
         named = any(parameter.name.startswith(f"{name}.") for parameter in node.spec.parameters)
         if kind == "tensordict" and not named:
-            after = nx.descendants(flow, node.name) if node.name in flow else set()
+            after = flow.descendants(node.name)
             reads += tuple(_read(name, field) for field in _numbers_before(node, nodes, after, fields))
     return Node(node.spec, node.stream, reads, node.unbound)
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:  # the names of `_NAMES`, for type checkers
     )
     from hflow.launch.planning.compile import (
         Compiled,
-        check,
         compare_plans,
         compile_plan_file,
         compile_recipe,
@@ -35,6 +34,7 @@ if TYPE_CHECKING:  # the names of `_NAMES`, for type checkers
         simulate,
     )
     from hflow.launch.planning.plan_file import compose_plan_file
+    from hflow.launch.planning.read_recipe import check
     from hflow.launch.planning.size import Sizes, Target, size
     from hflow.launch.planning.what_if import what_if
     from hflow.launch.recipe_copy import NewRecipe, new_recipe
@@ -67,10 +67,11 @@ _NAMES = {
         "CatalogNode CatalogSetting ready_node ready_nodes ready_settings recipe_nodes"
     ),
     "hflow.launch.planning.compile": (
-        "Compiled check compare_plans compile_plan_file compile_recipe compose_recipe explain plan "
+        "Compiled compare_plans compile_plan_file compile_recipe compose_recipe explain plan "
         "plan_file_text simulate"
     ),
     "hflow.launch.planning.plan_file": "compose_plan_file",
+    "hflow.launch.planning.read_recipe": "check",
     "hflow.launch.planning.size": "Sizes Target size",
     "hflow.launch.planning.what_if": "what_if",
     "hflow.launch.recipe_copy": "NewRecipe new_recipe",

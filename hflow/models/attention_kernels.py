@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cache
+from importlib import import_module
 from inspect import signature
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +22,8 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from hflow.base.devices import has_cuda_api
+from hflow.base.devices import has_cuda_api, is_gpu
+from hflow.base.errors import BackendError
 from hflow.models.dtypes import SAVED_DTYPES
 from hflow.types.kernels import (
     FLASH_MODULES,
@@ -57,6 +60,19 @@ CAUSAL = Reach()
 """All keys up to a query's own."""
 
 
+class StoredHeads(NamedTuple):
+    """Places in a cache for the keys and values of the first N rows."""
+
+    keys: Tensor
+    """The keys of a layer, `[pages, K, P, d]`."""
+    values: Tensor
+    """The values, as `keys`."""
+    blocks: Tensor
+    """int64 `[N]`: the page of each row."""
+    offsets: Tensor
+    """int64 `[N]`: its place there."""
+
+
 def kernel_of(device: torch.device, dtype: torch.dtype) -> AttentionKernel:
     """Return the kernel for packed sequences on a device.
 
@@ -72,6 +88,11 @@ def kernel_of(device: torch.device, dtype: torch.dtype) -> AttentionKernel:
     return chosen.kernel
 
 
+def triton_kernels(device: torch.device) -> ModuleType | None:
+    """Return hflow's Triton kernels (`decode_kernels`); None on devices where torch computes instead."""
+    return import_module("hflow.models.decode_kernels") if has_cuda_api(device.type) else None
+
+
 def varlen_attention(
     kernel: AttentionKernel,
     q: Tensor,
@@ -80,7 +101,7 @@ def varlen_attention(
     cumulative: tuple[Tensor, Tensor],
     longest: tuple[int, int],
     scaling: float | None,
-    window: int | None = None,
+    reach: Reach = CAUSAL,
 ) -> Tensor:
     """Compute causal attention within each of S sequences: q `[T, H, d]`, k `[K, G, d]` -> `[T, H, w]`.
 
@@ -94,10 +115,15 @@ def varlen_attention(
         cumulative: int32 `[S + 1]` both: where the queries, and where the keys of each sequence begin.
         longest: most queries, and most keys of a sequence.
         scaling: factor of the scores; None for `d ** -0.5`.
-        window: see `Reach`.
+        reach: what queries attend to.
+
+    Raises:
+        BackendError: if heads have sinks.
     """
+    if reach.sinks is not None:
+        raise BackendError(f"{kernel} does not compute attention with sinks; set dtype=fp32")
     num_calls[kernel] += 1
-    width, reached = v.shape[-1], (-1 if window is None else window - 1, 0)
+    width, reached = v.shape[-1], (-1 if reach.window is None else reach.window - 1, 0)
     if width < q.shape[-1]:  # all of the kernels take one head size
         v = pad(v, (0, q.shape[-1] - width))
     if kernel in FLASH_MODULES:
@@ -129,21 +155,25 @@ def padded_attention(
     Args:
         q: queries `[S, H, L, d]`.
         k: keys `[S, G, M, d]`.
-        v: values, as keys.
+        v: values `[S, G, M, w]`; w is at most d, and smaller in latent attention.
         scaling: factor of the scores; None for `d ** -0.5`.
         mask: additive mask, or one of `torch.nn.attention.bias`; None for causal attention, where L is M.
 
     Returns:
-        `[S, H, L, d]`.
+        `[S, H, L, w]`.
     """
     num_calls[AttentionKernel.SDPA] += 1
+    width = v.shape[-1]
+    if width < q.shape[-1]:  # the kernel of CPUs takes one head size, and the other one stores all scores
+        v = pad(v, (0, q.shape[-1] - width))
     num_shared = q.shape[1] // k.shape[1]
-    if num_shared > 1 and q.device.type != "cpu" and q.dtype is torch.float32:
+    if num_shared > 1 and is_gpu(q.device.type) and q.dtype is torch.float32:
         # No fused kernel has grouped queries in fp32, and the other one stores all scores.
         k, v = (x.repeat_interleave(num_shared, dim=1) for x in (k, v))
-    return scaled_dot_product_attention(
+    out = scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
     )
+    return out[..., :width]
 
 
 def reaching_attention(
@@ -202,11 +232,10 @@ def decode_attention(
         `[S, H, d]`.
     """
     is_plain = reach.window is None and reach.sinks is None and v.shape == k.shape
-    if is_plain and decode_kernel(q.device.type, _NAMES[q.dtype]) is AttentionKernel.TRITON:
-        from hflow.models.decode_kernel import triton_decode_attention
-
+    if is_plain and (kernels := triton_kernels(q.device)) is not None:
         num_calls[AttentionKernel.TRITON] += 1
-        return triton_decode_attention(q, k, v, table, lengths, scaling)
+        attended: Tensor = kernels.triton_decode_attention(q, k, v, table, lengths, scaling)
+        return attended
     k, v = (x[table].transpose(1, 2).flatten(2, 3) for x in (k, v))
     mask = additive_mask(lengths - 1, k.shape[2], q.dtype, reach.window)
     return cached_attention(q, k, v, mask, scaling, reach.sinks)

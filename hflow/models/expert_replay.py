@@ -124,11 +124,11 @@ def _route(router: Any, number: int, own_forward: Callable[[Tensor], Routed], hi
     router.replayed = None
     if replayed is None:
         return own_forward(hidden)
-    logits = linear(hidden.reshape(-1, router.hidden_dim), router.weight)
+    logits = linear(hidden.reshape(-1, router.hidden_dim), router.weight, getattr(router, "bias", None))
     probabilities = logits.softmax(-1, dtype=torch.float32)
     index = choose_experts(probabilities, router.top_k, replayed, number)
     chosen = probabilities.gather(-1, index)
-    is_mixtral = not hasattr(router, "norm_topk_prob")  # its weights add up to 1, in fp32
-    if is_mixtral or router.norm_topk_prob:
+    if getattr(router, "norm_topk_prob", True):
         chosen = chosen / chosen.sum(-1, keepdim=True)
+    is_mixtral = type(router).__name__ == ROUTERS["mixtral"].module  # its weights are in fp32
     return logits, chosen if is_mixtral else chosen.to(logits.dtype), index

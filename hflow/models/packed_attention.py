@@ -237,11 +237,9 @@ def attend(
     shared = layout.shared
     if layout.kernel is AttentionKernel.SDPA:
         return _padded(q, k, v, layout, scaling, reach)
-    if reach.sinks is not None:
-        raise BackendError(f"{layout.kernel} does not compute attention with sinks; set dtype=fp32")
     if shared is not None:
         k, v = (x.index_select(0, shared.row_of_key) for x in (k, v))
-    return varlen_attention(layout.kernel, q, k, v, layout.cumulative, layout.longest, scaling, reach.window)
+    return varlen_attention(layout.kernel, q, k, v, layout.cumulative, layout.longest, scaling, reach)
 
 
 AttentionInterface.register(PACKED, packed_attention)

@@ -17,8 +17,8 @@ def _unit_problem(knobs: Mapping[str, Any], *names: str) -> str | None:
     return None if wrong is None else f"{wrong} is {knobs[wrong]}; it must be from 0 to 1"
 
 
-_HORIZON, _EPS = 10_000.0, 1e-4
-"""Defaults of `horizon` and `eps`."""
+_HORIZON, _EPS, _LAM = 10_000.0, 1e-4, 0.95
+"""Defaults of `horizon`, `eps` and `lam`."""
 
 
 def _check_kl_reward(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
@@ -79,7 +79,7 @@ def kl_reward(
 
 
 def _check_adaptive_entropy(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
-    for name in ("target", "change"):
+    for name in ("target", "change", "upper"):
         if knobs[name] <= 0:
             return f"{name} is {knobs[name]}; it must be more than 0"
     if not 0 <= knobs["initial"] <= knobs["upper"]:
@@ -124,6 +124,8 @@ def adaptive_entropy(
 
 
 def _check_gae(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
+    if knobs["gamma"] == 0 and knobs["lam"] != _LAM:
+        return "lam has no effect with gamma=0. Remove one of them"
     return _unit_problem(knobs, "gamma", "lam")
 
 
@@ -137,7 +139,7 @@ def gae(
     bootstrap: PerSequence | None = None,
     *,
     gamma: float = 1.0,
-    lam: float = 0.95,
+    lam: float = _LAM,
     whiten: Literal["batch", "group", "none"] = "batch",
 ) -> tuple[PerToken, PerToken, Metrics]:
     """Return advantages by generalized advantage estimation, and the targets of the critic.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +13,28 @@ _ALLOWED_CORES = sorted(os.sched_getaffinity(0))
 """Cores that this process could use when it started."""
 
 
-def bind_cores(cores: range) -> None:
+def bind_cores(cores: range) -> Callable[[], None]:
     """Bind all threads of this process, also future ones, to cores, and give torch as many threads.
 
-    Cores are indices among those that the process may use; with none, nothing is bound.
+    Cores are indices among those that the process may use; with none, nothing is bound. Returns a function
+    that undoes it.
 
     Raises:
         RunError: when there are fewer cores.
     """
     if not cores:
-        return
+        return lambda: None
     import torch
 
-    chosen = bound_cores(cores)
+    chosen, num_threads = bound_cores(cores), torch.get_num_threads()
     _bind_threads(chosen)
     torch.set_num_threads(len(chosen))
+
+    def undo() -> None:
+        _bind_threads(_ALLOWED_CORES)
+        torch.set_num_threads(num_threads)
+
+    return undo
 
 
 def _bind_threads(cores: Collection[int]) -> None:

@@ -18,7 +18,7 @@ from hflow.base.errors import ConfigError
 from hflow.config import RunConfig
 from hflow.config.schema import GenConfig, ModelConfig
 from hflow.launch.planning.request import cluster_hardware, installed_versions, known_devices
-from hflow.launch.planning.this_machine import device_of_product
+from hflow.launch.planning.this_machine import device_file, device_of_product
 from hflow.planner.forecast.cost.collectives import RankPlacement
 from hflow.planner.forecast.cost.flops import Work, work_of
 from hflow.planner.forecast.cost.generation import decode_step
@@ -38,8 +38,6 @@ from hflow.planner.plan.hardware import Device, Hardware
 from hflow.planner.plan.traits import BACKENDS, ENGINES, traits
 from hflow.profiling import measure
 from hflow.profiling.fit import (
-    CollectiveTime,
-    LoadTime,
     ProductTime,
     ShardedTime,
     StepTime,
@@ -163,7 +161,7 @@ def device_at_hand(recipe: Path = Path("recipe.py")) -> str:
     name = device_of_product(product, known_devices(recipe))
     if name is None:
         raise ConfigError(
-            f"hflow has no figures of {product}; describe it in hardware/devices/NAME.yaml, or name a device "
+            f"hflow has no figures of {product}; describe it in {device_file(product)}, or name a device "
             "that it has with --device"
         )
     return name
@@ -212,9 +210,11 @@ def _calibration(hardware: Hardware, report: Callable[[str], None], name: str) -
         trainer=TrainerTimes(),  # whole training steps are measured
     )
     if is_gpu(kind) and num_ranks > 1:
-        sizes = measure.collectives(kind, num_ranks)
-        found = replace(found, intra=fit_link(sizes, hardware.intra))
-        missed["collectives"] = held_out_error(sizes, partial(_link, hardware=hardware))
+        sizes, link = measure.collectives(kind, num_ranks), hardware.intra
+        found = replace(found, intra=fit_link(sizes, link))
+        missed["collectives"] = held_out_error(
+            sizes, partial(fit_link, link=link), partial(link_seconds, link=link)
+        )
     elif is_gpu(kind):
         unmeasured.append("intra")
 
@@ -236,14 +236,16 @@ def _with_kernels(hardware: Hardware, report: Callable[[str], None], missed: dic
     for precision in ("fp32", "bf16"):
         rows, peak = measure.products(kind, precision), device.tflops[precision] * 1e12
         matmul[precision] = fit_matmul(rows, peak)
-        missed[f"matmul {precision}"] = held_out_error(rows, partial(_product, peak=peak))
+        missed[f"matmul {precision}"] = held_out_error(
+            rows, partial(fit_matmul, peak=peak), partial(_product_seconds, peak=peak)
+        )
 
     report("memory, attention and disk")
     dtype = _dtype(kind)
     cold = measure.cold_products(kind, dtype)
     reading = _Reading(matmul[dtype], device.tflops[dtype] * 1e12, bandwidth, DTYPE_BYTES[dtype])
     memory = replace(reading.fit(cold), stream=measure.copy_rate(kind) / bandwidth)
-    missed["weights from memory"] = held_out_error(cold, reading.predict)
+    missed["weights from memory"] = held_out_error(cold, reading.fit, reading.seconds)
     attention = measure.attention_flops(kind, dtype) / (device.tflops[dtype] * 1e12)
     host_copy = LinkRate(share=measure.host_copy_rate(kind) / (hardware.host.gb_per_s * 1e9))
     transfers = replace(
@@ -260,7 +262,11 @@ def _with_kernels(hardware: Hardware, report: Callable[[str], None], missed: dic
         of_byte = 2 / (memory.stream * bandwidth) + 2 / checksum_rate
         of_tensor = fit_loads(loads, of_byte)
         transfers = replace(transfers, tensor_us=of_tensor * 1e6, checksum_gb_per_s=checksum_rate / 1e9)
-        missed["new weights"] = held_out_error(loads, partial(_loading, of_byte=of_byte))
+        missed["new weights"] = held_out_error(
+            loads,
+            partial(fit_loads, seconds_per_byte=of_byte),
+            lambda row, of_tensor: of_tensor * row.num_tensors + of_byte * row.num_bytes,
+        )
 
     report("decode steps")
     found = replace(
@@ -276,7 +282,7 @@ def _with_kernels(hardware: Hardware, report: Callable[[str], None], missed: dic
     figures = replace(hardware, calibration=found)
     steps = _decode_times(figures, dtype)
     host[ENGINE] = _with_experts(fit_decode(steps), host[ENGINE])
-    missed["decode"] = held_out_error(steps, _decode)
+    missed["decode"] = held_out_error(steps, fit_decode, decode_seconds)
     return replace(found, host=host)
 
 
@@ -309,13 +315,17 @@ def _with_training(
         report(f"training with {backend}")
         calls = _training_times(backend, hardware, dtype)
         host[backend] = _with_experts(fit_training(calls, is_ahead), host[backend])
-        missed[backend] = held_out_error(calls, partial(_training, is_ahead=is_ahead))
+        missed[backend] = held_out_error(
+            calls, partial(fit_training, is_ahead=is_ahead), partial(training_seconds, is_ahead=is_ahead)
+        )
         if backend == SHARDED and sharded:
             rows = _sharded_steps(sharded, calls, hardware, dtype)
             rate, step = fit_sharded(rows)
             intra = LinkRate(share=rate / (hardware.intra.gb_per_s * 1e9))
             host[backend] = replace(host[backend], step_us=step * 1e6)
-            missed["collectives"] = held_out_error(rows, _sharding)
+            missed["collectives"] = held_out_error(
+                rows, fit_sharded, lambda row, fitted: row.moved_bytes / fitted[0] + fitted[1]
+            )
     return replace(found, host=host, intra=intra)
 
 
@@ -366,7 +376,9 @@ def _with_overheads(
         report(f"nothing, as the short run failed: {error}")
         return replace(calibration, unmeasured=(*calibration.unmeasured, "samples and messages"))
     missed = {**calibration.missed, "step of a short run": found.missed}
-    return replace(calibration, sample_us=found.sample_us, node_us=found.node_us, missed=missed)
+    process = min(found.node_us, calibration.process_us)  # the run used processes
+    node = found.node_us - process
+    return replace(calibration, sample_us=found.sample_us, node_us=node, process_us=process, missed=missed)
 
 
 @dataclass(frozen=True)
@@ -382,39 +394,12 @@ class _Reading:
         share, sharpness = fit_memory(rows, self.rate, self.peak, self.bytes_per_s, self.itemsize)
         return MemoryRate(share, 1.0, sharpness)
 
-    def predict(self, seen: Sequence[ProductTime]) -> Callable[[ProductTime], float]:
-        memory = self.fit(seen)
-        return lambda row: cold_seconds(row, self.rate, memory, self.peak, self.bytes_per_s, self.itemsize)
+    def seconds(self, row: ProductTime, memory: MemoryRate) -> float:
+        return cold_seconds(row, self.rate, memory, self.peak, self.bytes_per_s, self.itemsize)
 
 
-def _product(seen: Sequence[ProductTime], peak: float) -> Callable[[ProductTime], float]:
-    rate = fit_matmul(seen, peak)
-    return lambda row: rate.seconds(row.rows, row.inner, row.columns, peak)
-
-
-def _link(seen: Sequence[CollectiveTime], hardware: Hardware) -> Callable[[CollectiveTime], float]:
-    rate = fit_link(seen, hardware.intra)
-    return lambda row: link_seconds(row, rate, hardware.intra)
-
-
-def _loading(seen: Sequence[LoadTime], of_byte: float) -> Callable[[LoadTime], float]:
-    of_tensor = fit_loads(seen, of_byte)
-    return lambda row: of_tensor * row.num_tensors + of_byte * row.num_bytes
-
-
-def _decode(seen: Sequence[StepTime]) -> Callable[[StepTime], float]:
-    host = fit_decode(seen)
-    return lambda row: decode_seconds(row, host)
-
-
-def _sharding(seen: Sequence[ShardedTime]) -> Callable[[ShardedTime], float]:
-    rate, step = fit_sharded(seen)
-    return lambda row: row.moved_bytes / rate + step
-
-
-def _training(seen: Sequence[StepTime], is_ahead: bool) -> Callable[[StepTime], float]:
-    host = fit_training(seen, is_ahead)
-    return lambda row: training_seconds(row, host, is_ahead)
+def _product_seconds(row: ProductTime, rate: MatmulRate, peak: float) -> float:
+    return rate.seconds(row.rows, row.inner, row.columns, peak)
 
 
 def _decode_times(hardware: Hardware, dtype: Literal["fp32", "bf16"]) -> list[StepTime]:

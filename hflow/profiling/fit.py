@@ -90,6 +90,7 @@ class ShardedTime:
 
 
 Row = TypeVar("Row")
+Found = TypeVar("Found")
 Timed = TypeVar("Timed", ProductTime, CollectiveTime, LoadTime, ShardedTime, StepTime)
 
 
@@ -103,15 +104,20 @@ def split_held_out(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 
 
 def held_out_error(
-    rows: Sequence[Timed], predict: Callable[[Sequence[Timed]], Callable[[Timed], float]]
+    rows: Sequence[Timed],
+    fit: Callable[[Sequence[Timed]], Found],
+    seconds: Callable[[Timed, Found], float],
 ) -> float:
     """Return the mean absolute error of predictions, as a fraction of what was measured, on rows held out.
 
-    `predict` fits to some rows, and returns the function that predicts the seconds of a row.
+    Args:
+        rows: the measurements.
+        fit: finds figures for some of them.
+        seconds: predicts those of a row, with figures.
     """
     fitted, held_out = split_held_out(rows)
-    prediction = predict(fitted)
-    return float(np.mean([abs(prediction(row) / row.seconds - 1) for row in held_out]))
+    found = fit(fitted)
+    return float(np.mean([abs(seconds(row, found) / row.seconds - 1) for row in held_out]))
 
 
 def fit_matmul(rows: Sequence[ProductTime], peak: float) -> MatmulRate:

@@ -152,7 +152,7 @@ def fit_run(
 ) -> tuple[Calibration, dict[str, float]]:
     """Return the figures that explain a run, and how far they miss the executions that were held out."""
     medians = seen_medians(times)
-    base = replace(base, node_us=0.0)
+    base = replace(base, node_us=0.0, process_us=0.0)
     measured = {name: medians[name] for name, seconds in predict(base).items() if seconds and name in medians}
     found = _fit(base, measured, predict)
     predicted = dict(predict(found))

@@ -46,6 +46,7 @@ class Overheads:
 
     sample_us: float
     node_us: float
+    """With `Calibration.process_us`."""
     missed: float
 
 
@@ -72,7 +73,7 @@ def find_overheads(
     kernels: Calibration, plan: Plan, times: RunTimes, predict: Predict, num_samples: int
 ) -> Overheads:
     """Return the seconds of a run beside its kernels, with this size of batches. Some steps are held out."""
-    base = replace(kernels, sample_us=0.0, node_us=0.0)
+    base = replace(kernels, sample_us=0.0, node_us=0.0, process_us=0.0)
     medians, predicted = seen_medians(times), predict(base)
     source = plan.schedule.streams[0].source
     sample = max(0.0, medians[source] - predicted[source]) / num_samples

@@ -34,6 +34,19 @@ FAMILIES: Mapping[str, Mapping[str, int | None]] = {
     "mistral": {**_LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8},
     "qwen2": _QWEN2,
     "qwen3": {**_QWEN2, "head_dim": 128},
+    "qwen2_moe": {
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": None,
+        "vocab_size": 151936,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+    },
     "qwen3_moe": {
         "hidden_size": 2048,
         "intermediate_size": 6144,
@@ -62,6 +75,7 @@ class ExpertNames(NamedTuple):
 
 
 EXPERT_FAMILIES: Mapping[str, ExpertNames] = {
+    "qwen2_moe": ExpertNames(),
     "qwen3_moe": ExpertNames(),
     "mixtral": ExpertNames("block_sparse_moe", "w1", "w3", "w2"),
     "glm4_moe": ExpertNames(),
@@ -75,7 +89,7 @@ DENSE_FAMILIES = tuple(name for name in FAMILIES if name not in EXPERT_FAMILIES)
 """The families of `FAMILIES` without experts. They differ in biases, head norms and sizes only."""
 LLAMA_LIKE_FAMILIES = (*FAMILIES, "mixtral")
 """The families with Llama's layers: grouped queries, two norms, and a gated MLP or a mixture of such."""
-KNOWN_FAMILIES = (*dict.fromkeys((*FAMILIES, "gemma3_text", "glm4", *EXPERT_FAMILIES)),)
+KNOWN_FAMILIES = (*dict.fromkeys((*FAMILIES, "gemma3_text", "glm4", "gpt_oss", *EXPERT_FAMILIES)),)
 """The families whose tensors `tensors` lists under their names in checkpoints, those of experts stacked."""
 
 
@@ -92,14 +106,16 @@ class RouterKind(NamedTuple):
     """Whether experts are chosen by scores with the bias `SCORE_BIAS`, which has no gradient."""
     in_fp32: bool = False
     """Whether they compute in fp32 in models of any dtype."""
+    weighs_in_fp32: bool = False
+    """Whether the outputs of experts are multiplied by fp32 although the router does not compute in it."""
 
 
 ROUTERS: Mapping[str, RouterKind] = {
     "qwen3_moe": RouterKind("Qwen3MoeTopKRouter", replays=True),
-    "qwen2_moe": RouterKind("Qwen2MoeTopKRouter"),
-    "mixtral": RouterKind("MixtralTopKRouter", replays=True),
+    "qwen2_moe": RouterKind("Qwen2MoeTopKRouter", replays=True),
+    "mixtral": RouterKind("MixtralTopKRouter", replays=True, weighs_in_fp32=True),
     "olmoe": RouterKind("OlmoeTopKRouter"),
-    "gpt_oss": RouterKind("GptOssTopKRouter"),
+    "gpt_oss": RouterKind("GptOssTopKRouter", replays=True),
     "deepseek_v2": RouterKind("DeepseekV2TopkRouter", in_fp32=True),
     "deepseek_v3": RouterKind("DeepseekV3TopkRouter", "sigmoid", has_bias=True, in_fp32=True),
     "glm4_moe": RouterKind("Glm4MoeTopkRouter", "sigmoid", has_bias=True, in_fp32=True),
@@ -130,8 +146,8 @@ def read_shape(config: Config, head: str = "lm") -> ModelShape | None:
         text = config.get("text_config")
         inner = {"model_type": _WITH_TEXT_CONFIG[family], **text} if isinstance(text, Mapping) else {}
         return read_shape(inner, head)
-    if family == "qwen3_moe":
-        shape = _qwen3_moe(family, config)
+    if family in ("qwen2_moe", "qwen3_moe"):
+        shape = _qwen_moe(family, config)
     elif family in FAMILIES:
         shape = _dense_shape(family, config, FAMILIES[family])
     elif family in PLANNED_FAMILIES:
@@ -230,12 +246,13 @@ def _mixtral(family: str, config: Config) -> ModelShape:
     return replace(shape, experts=experts)
 
 
-def _qwen3_moe(family: str, config: Config) -> ModelShape:
+def _qwen_moe(family: str, config: Config) -> ModelShape:
     if "num_local_experts" in config:  # as transformers 5 writes it
         config = {"num_experts": config["num_local_experts"], **config}
     defaults = FAMILIES[family]
     shape, sizes = _dense_shape(family, config, defaults), _sizes(family, config, defaults)
-    has_bias = bool(config.get("attention_bias", False))
+    is_qwen2 = family == "qwen2_moe"
+    has_bias = bool(config.get("attention_bias", False)) and not is_qwen2
     dense = config.get("mlp_only_layers") or []
     first = len(dense)
     if list(dense) != list(range(first)):
@@ -244,10 +261,18 @@ def _qwen3_moe(family: str, config: Config) -> ModelShape:
         num=sizes["num_experts"],
         per_token=sizes["num_experts_per_tok"],
         intermediate=sizes["moe_intermediate_size"],
+        shared=sizes.get("shared_expert_intermediate_size", 0),
         first=first,
         step=_size(family, config, "decoder_sparse_step", 1),
+        has_shared_gate=is_qwen2,
     )
-    return replace(shape, experts=experts, has_qk_norm=True, has_qkv_bias=has_bias, has_out_bias=has_bias)
+    return replace(
+        shape,
+        experts=experts,
+        has_qk_norm=not is_qwen2,
+        has_qkv_bias=bool(config.get("qkv_bias", True)) if is_qwen2 else has_bias,
+        has_out_bias=has_bias,
+    )
 
 
 def _glm4_moe(family: str, config: Config) -> ModelShape:
@@ -375,6 +400,7 @@ TITLES: Mapping[str, str] = {
     "mistral": "Mistral",
     "qwen2": "Qwen2, Qwen2.5",
     "qwen3": "Qwen3",
+    "qwen2_moe": "Qwen1.5 and Qwen2 MoE",
     "qwen3_moe": "Qwen3 MoE",
     "gemma3_text": "Gemma 3, text only",
     "glm4": "GLM-4",

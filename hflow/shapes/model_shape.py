@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 from hflow.shapes.vision_shape import PREFIXES, VisionShape, tower_tensors
 
+_ROUTERS = ("mlp.gate.weight", "mlp.router.weight", "mlp.shared_expert_gate.weight")
+"""Ends of the names of matrices that choose or weigh experts."""
 LEFT_OUT_BY_DEFAULT = {"left_out_by_default": True}
 """Metadata of a field that the rows of a plan lack where it has its default (`planner/plan/serialise.py`)."""
 
@@ -38,6 +40,8 @@ class Experts:
     """Whether the experts' matrices have biases."""
     has_router_bias: bool = False
     """Whether the router adds a number for each expert, such as DeepSeek's balance correction."""
+    has_shared_gate: bool = field(default=False, metadata=LEFT_OUT_BY_DEFAULT)
+    """Whether the output of shared experts is multiplied by a gate of each token (Qwen2 MoE)."""
 
     def are_in(self, layer: int) -> bool:
         """Return whether a layer has experts."""
@@ -134,6 +138,11 @@ class ModelShape:
         """What the names of the language model's tensors begin with."""
         return "model." if self.vision is None else f"model.{PREFIXES[self.vision.family]}."
 
+    @property
+    def has_fused_mlp(self) -> bool:
+        """Whether checkpoints have the gate and the up projection in one matrix, the gate first."""
+        return self.family == "glm4"
+
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer's MLP is a mixture of experts."""
         return self.experts is not None and self.experts.are_in(layer)
@@ -167,7 +176,7 @@ class TensorSpec:
     def is_quantizable(self) -> bool:
         """Whether it is a matrix of a layer, or of its experts, but not their router."""
         is_matrix = len(self.shape) > 1 and self.name.endswith(".weight")
-        return self.location == "layer" and is_matrix and not self.name.endswith(".gate.weight")
+        return self.location == "layer" and is_matrix and not self.name.endswith(_ROUTERS)
 
     @property
     def numel(self) -> int:
@@ -176,6 +185,16 @@ class TensorSpec:
         for size in self.shape:
             count *= size
         return count
+
+
+def router_path(experts: Experts) -> str:
+    """Return the path of the router in an MLP."""
+    return "router" if experts.has_bias else "gate"
+
+
+def shared_path(experts: Experts) -> str:
+    """Return the path of the shared experts in an MLP."""
+    return "shared_expert" if experts.has_shared_gate else "shared_experts"
 
 
 SCORE_BIAS = "e_score_correction_bias"
@@ -189,9 +208,13 @@ def is_in_fp32(tensor: str) -> bool:
 
 def torch_only(shape: ModelShape | None) -> str:
     """Return the part of a model that layers of Transformer Engine do not compute; empty if there is none."""
-    if shape is not None and shape.latent is not None:
+    if shape is None:
+        return ""
+    if shape.latent is not None:
         return "latent attention"
-    return "norms behind attention and MLP" if shape is not None and shape.has_post_norms else ""
+    if shape.experts is not None and shape.experts.has_bias:
+        return "experts with biases"
+    return "norms behind attention and MLP" if shape.has_post_norms else ""
 
 
 EMBEDDING, OUTPUT = "embed_tokens", "lm_head"
@@ -373,9 +396,7 @@ def adapted_shape(
 
 
 def _is_linear(spec: TensorSpec) -> bool:
-    return (
-        len(spec.shape) == 2 and spec.name.endswith(".weight") and not spec.name.endswith("mlp.gate.weight")
-    )
+    return len(spec.shape) == 2 and spec.name.endswith(".weight") and not spec.name.endswith(_ROUTERS)
 
 
 def _module(spec: TensorSpec) -> str:
@@ -561,19 +582,35 @@ def _weights_of_layer(shape: ModelShape, index: str, layer: int) -> Iterator[Ten
     yield from _latent_attention(shape, prefix, layer) if shape.latent else _attention(shape, prefix, layer)
     if shape.has_experts(layer):
         yield from _expert_mlp(shape, f"{prefix}mlp.", layer)
-    elif shape.family == "glm4":
+    elif shape.has_fused_mlp:
         yield from _fused_mlp(shape, f"{prefix}mlp.", layer)
     else:
         yield from _mlp(shape, f"{prefix}mlp.", shape.intermediate, layer)
-    norms = ("input_layernorm", "post_attention_layernorm")
-    for name in (*norms, *(_post_norms(shape.family) if shape.has_post_norms else ())):
-        yield TensorSpec(f"{prefix}{name}.weight", (shape.hidden,), layer, "layer")
+    for name in layer_norms(shape):
+        if name is not None:
+            yield TensorSpec(f"{prefix}{name}.weight", (shape.hidden,), layer, "layer")
 
 
-def _post_norms(family: str) -> tuple[str, str]:
-    if family == "glm4":
-        return "post_self_attn_layernorm", "post_mlp_layernorm"
-    return "pre_feedforward_layernorm", "post_feedforward_layernorm"
+class LayerNorms(NamedTuple):
+    """Names of the norms of hidden states in a layer."""
+
+    before_attention: str = "input_layernorm"
+    before_mlp: str = "post_attention_layernorm"
+    after_attention: str | None = None
+    after_mlp: str | None = None
+
+
+def layer_norms(shape: ModelShape) -> LayerNorms:
+    """Return the names of the norms that a model's layers have."""
+    if not shape.has_post_norms:
+        return LayerNorms()
+    if shape.family == "glm4":
+        return LayerNorms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
+    return LayerNorms(
+        before_mlp="pre_feedforward_layernorm",
+        after_attention="post_attention_layernorm",
+        after_mlp="post_feedforward_layernorm",
+    )
 
 
 def _attention(shape: ModelShape, prefix: str, layer: int) -> Iterator[TensorSpec]:
@@ -637,24 +674,37 @@ def _fused_mlp(shape: ModelShape, prefix: str, layer: int) -> Iterator[TensorSpe
 
 
 def _expert_mlp(shape: ModelShape, prefix: str, layer: int) -> Iterator[TensorSpec]:
-    """Yield the router, the experts and the shared experts. Tensor ranks divide the rows of every expert."""
+    """Yield the router, the experts and the shared experts. Tensor ranks divide the rows of every expert.
+
+    Experts with biases (gpt-oss) have the names and shapes of transformers, and of checkpoints: matrices
+    `[N, inputs, outputs]`, in which a column of the gate is followed by that of the up projection.
+    """
     experts, d = shape.experts, shape.hidden
     assert experts is not None
     n, f = experts.num, experts.intermediate
-    yield TensorSpec(f"{prefix}gate.weight", (n, d), layer, "layer")
+    router = router_path(experts)
+    yield TensorSpec(f"{prefix}{router}.weight", (n, d), layer, "layer")
     if experts.has_router_bias:
-        bias = "bias" if experts.has_bias else SCORE_BIAS  # gpt-oss has biases of all matrices
-        yield TensorSpec(f"{prefix}gate.{bias}", (n,), layer, "layer")
-    for name in ("gate", "up"):
-        at = f"{prefix}experts.{name}_proj."
-        yield TensorSpec(at + "weight", (n, f, d), layer, "layer", 1, f, num_experts=n)
-        if experts.has_bias:
-            yield TensorSpec(at + "bias", (n, f), layer, "layer", 1, f, num_experts=n)
-    yield TensorSpec(f"{prefix}experts.down_proj.weight", (n, d, f), layer, "layer", 2, f, num_experts=n)
+        bias = "bias" if experts.has_bias else SCORE_BIAS
+        yield TensorSpec(f"{prefix}{router}.{bias}", (n,), layer, "layer")
     if experts.has_bias:
-        yield TensorSpec(f"{prefix}experts.down_proj.bias", (n, d), layer, "layer", num_experts=n)
+        for name, sizes, axis in (
+            ("gate_up_proj", (n, d, 2 * f), 2),
+            ("gate_up_proj_bias", (n, 2 * f), 1),
+            ("down_proj", (n, f, d), 1),
+            ("down_proj_bias", (n, d), None),
+        ):
+            units = 1 if axis is None else f
+            yield TensorSpec(f"{prefix}experts.{name}", sizes, layer, "layer", axis, units, num_experts=n)
+        return
+    for name in ("gate", "up"):
+        at = f"{prefix}experts.{name}_proj.weight"
+        yield TensorSpec(at, (n, f, d), layer, "layer", 1, f, num_experts=n)
+    yield TensorSpec(f"{prefix}experts.down_proj.weight", (n, d, f), layer, "layer", 2, f, num_experts=n)
     if experts.shared:
-        yield from _mlp(shape, f"{prefix}shared_experts.", experts.shared, layer)
+        yield from _mlp(shape, f"{prefix}{shared_path(experts)}.", experts.shared, layer)
+    if experts.has_shared_gate:
+        yield TensorSpec(f"{prefix}shared_expert_gate.weight", (1, d), layer, "layer")
 
 
 def _tower(shape: ModelShape) -> Iterator[TensorSpec]:

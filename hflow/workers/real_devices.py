@@ -97,7 +97,7 @@ def find_devices() -> ProcessDevices:
     problem = cuda_problem()
     found = [] if problem else [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible and found else map(str, range(len(found)))
+    names = visible.split(",")[: len(found)] if visible else map(str, range(len(found)))
     return ProcessDevices(
         host=socket.gethostname(),
         names=tuple(names),

@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -109,12 +110,14 @@ class Worker:
         """
         copy_log_levels(setup.log_levels)
         use_services(setup.services)
-        bind_cores(setup.plan.cluster.cores_of(hosted[0]))
+        self._restore = ExitStack()
+        self._restore.callback(bind_cores(setup.plan.cluster.cores_of(hosted[0])))
         if _uses_one_gpu(setup, hosted) and not setup.plan.cluster.cores:
             bind_to_socket(0)
         if setup.plan.cluster.device == "cpu":
             keep_freed_memory()
-        self._restore = use_deterministic_algorithms() if setup.plan.deterministic else None
+        if setup.plan.deterministic:
+            self._restore.callback(use_deterministic_algorithms())
         setup = with_local_models(setup, {replica.model for replica in hosted_replicas(setup, hosted)})
         self._setup = setup
         self._plan = setup.plan
@@ -521,9 +524,7 @@ class Worker:
         self._engines.close()
         self._publisher.close()
         self._writer.close()
-        if self._restore is not None:
-            self._restore()
-            self._restore = None
+        self._restore.close()
 
     def _journals_of(self, tasks: Sequence[GroupTask]) -> dict[int, Journal]:
         """Return the journals with which samples of these groups continue."""

@@ -131,6 +131,25 @@ ARCHITECTURES |= {
         "rope_parameters": {**YARN, "mscale": 0.7, "rope_theta": 10000.0},
     },
 }
+ARCHITECTURES |= {
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        **{name: size for name, size in SIZES.items() if name != "tie_word_embeddings"},
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 16,
+        "rope_parameters": {**YARN, "rope_theta": 150000.0, "beta_fast": 32.0, "beta_slow": 1.0},
+    },
+    "qwen2_moe": {
+        "model_type": "qwen2_moe",
+        **{name: size for name, size in SIZES.items() if name != "head_dim"},
+        "num_attention_heads": 2,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 64,
+    },
+}
 """Families that vLLM computes by modules of their own. The first layer of most has no experts."""
 ADAPTED = {
     "adapters": (
@@ -147,7 +166,7 @@ ADAPTED = {
     "rounded": ("untied", LoraConfig(r=4, alpha=2, base="nf4")),
 }
 """Name -> the architecture of the weights, whose seed is `BASE`, and the adapters beside them."""
-RECORDED = ("experts", "mixtral", "adapters-of-experts")
+RECORDED = ("experts", "mixtral", "gpt_oss", "qwen2_moe", "adapters-of-experts")
 """The architectures whose experts are recorded."""
 BASE = 3
 PROMPTS = ([1, 5, 6], [1, 9, 9, 4, 7, 11, 3, 8], [7], list(range(3, 99)), [1, 5, 6], [44, 30])
@@ -370,6 +389,10 @@ ENGINES = {
         ("vllm", "experts", 1),
         ("vllm", "experts", 2),
         ("vllm", "mixtral", 2),
+        ("vllm", "gpt_oss", 1),
+        ("vllm", "gpt_oss", 2),
+        ("vllm", "qwen2_moe", 1),
+        ("vllm", "qwen2_moe", 2),
         ("vllm", "glm4", 1),
         ("vllm", "glm4_moe", 1),
         ("vllm", "glm4_moe", 2),

@@ -112,6 +112,7 @@ def check_texts(summary: RunSummary, story: SampleHistory) -> None:
     }
     found = launch.samples_with_text(run, "reward > 1", 3)
     assert (len(found.samples.rows), found.samples.total) == (3, found.total)
+    check_hundreds(summary)
     for sample in launch.samples_with_text(run, "end = 'trained'").to_json():
         prompt, answer = sample["texts"]["actor_gen"]
         assert (prompt["role"], prompt["trained"]) == ("user", False)
@@ -123,6 +124,23 @@ def check_texts(summary: RunSummary, story: SampleHistory) -> None:
     (row,) = launch.why_texts(run, story)
     assert row["values"]["reward"] == story.sample["reward"]
     assert row["values"]["advantages"] == pytest.approx(0, abs=2)
+
+
+def check_hundreds(summary: RunSummary) -> None:
+    """No more texts are read than the limit needs, and all without one, wherever they are."""
+    run = str(summary.directory)
+    whole = launch.samples_with_text(run)
+    last = summary.directory / "samples" / "step-3.jsonl"
+    moved = last.with_name("step-103.jsonl")
+    last.rename(moved)
+    try:
+        parts, some = launch.samples_with_text(run), launch.samples_with_text(run, limit=3)
+    finally:
+        moved.rename(last)
+    assert {row["id"] for row in parts.to_json()} == {row["id"] for row in whole.to_json()}
+    assert (parts.samples.total, parts.samples.is_exact) == (whole.samples.total, True)
+    assert (len(some.samples.rows), some.samples.is_exact, some.total) == (3, False, whole.total)
+    assert 3 < some.samples.total < whole.samples.total
 
 
 def check_refused_texts(summary: RunSummary, refused: list[dict[str, Any]]) -> None:

@@ -45,6 +45,13 @@ _LATENT = {
 ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "gemma3_text": {**_HEADS, "sliding_window": 4, "sliding_window_pattern": 2},
     "glm4": _HEADS,
+    "qwen2_moe": {
+        **_SIZES,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 24,
+    },
     "glm4_moe": {**_EXPERTS, "head_dim": 8, "use_qk_norm": True, "attention_bias": True},
     "deepseek_v2": {**_LATENT, "topk_method": "greedy"},
     "deepseek_v3": _LATENT,

@@ -75,6 +75,19 @@ GEMMA3 = {"model_type": "gemma3_text", **ARCHITECTURES["gemma3_text"], "vocab_si
     "query_pre_attn_scalar": 12,
     "initializer_range": 0.1,
 }
+GLM4 = {"model_type": "glm4", **ARCHITECTURES["glm4"], "vocab_size": VOCAB} | {
+    "pad_token_id": None,
+    "attention_bias": True,
+    "initializer_range": 0.1,
+}
+QWEN2_MOE = {"model_type": "qwen2_moe", **ARCHITECTURES["qwen2_moe"], "vocab_size": VOCAB} | {
+    "initializer_range": 0.1
+}
+GPT_OSS = {"model_type": "gpt_oss", **ARCHITECTURES["gpt_oss"], "vocab_size": VOCAB} | {
+    "rope_parameters": YARN | {"truncate": False},
+    "swiglu_limit": 0.5,
+    "initializer_range": 0.1,
+}
 MISTRAL = QWEN2 | {"model_type": "mistral", "sliding_window": None, "rope_parameters": YARN}
 
 LENGTHS = ((5, 9, 3, 1), (12, 2, 5))
@@ -188,6 +201,18 @@ ROUNDS: list[list[tuple[tuple[int, ...], Case]]] = [
     [
         (FIRST, Case("gemma3_text t2 without sp", (1, 2, 1), GEMMA3, NO_SP)),
         (SECOND, Case("mistral with windows p2", (1, 1, 2), MISTRAL | {"sliding_window": 4})),
+    ],
+    [
+        (FIRST, Case("gpt_oss t2", (1, 2, 1), GPT_OSS)),
+        (SECOND, Case("gpt_oss p2 recomputed", (1, 1, 2), GPT_OSS, RECOMPUTED)),
+    ],
+    [
+        (FIRST, Case("qwen2_moe t2", (1, 2, 1), QWEN2_MOE)),
+        (SECOND, Case("qwen2_moe p2 recomputed", (1, 1, 2), QWEN2_MOE, RECOMPUTED)),
+    ],
+    [
+        (FIRST, Case("glm4 t2 without sp", (1, 2, 1), GLM4, NO_SP)),
+        (SECOND, Case("glm4 p2 recomputed", (1, 1, 2), GLM4, RECOMPUTED)),
     ],
     [(ALL, Case("five layers p4", (1, 1, 4), QWEN2 | {"num_hidden_layers": 5}))],
 ]

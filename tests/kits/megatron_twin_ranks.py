@@ -99,6 +99,11 @@ def train_families(rank: int, path: Path, groups: Groups) -> None:
     train_rounds(rank, path, groups, twins.FAMILY_ROUNDS)
 
 
+def train_families_often(rank: int, path: Path, groups: Groups) -> None:
+    megatron_optimizer.BUCKET_PARAMETERS = twins.BUCKET_PARAMETERS
+    train_rounds(rank, path, groups, twins.OFTEN_ROUNDS)
+
+
 def train_rounds(rank: int, path: Path, groups: Groups, rounds: list[dict[tuple[int, ...], Any]]) -> None:
     for number, turn in enumerate(rounds):
         with late_gathers(number % 2 == 0):

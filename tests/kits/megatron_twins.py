@@ -110,6 +110,27 @@ NODES: dict[str, tuple[NodeCall, dict[str, Any]]] = {
         {"balance": BalanceConfig(coefficient=0.3, bias_rate=0.01)},
     ),
     "gemma3_text": (kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean"), {}),
+    "glm4": (kit.call(sft, "token", [], reduce="token-mean"), {}),
+    "gpt_oss": (
+        kit.call(kit.ppo, "token", [*kit.TOKEN_READS, kit.REPLAY], metrics=True, reduce="token-mean"),
+        {"balance": BalanceConfig(coefficient=0.3)},
+    ),
+    "qwen2_moe": (
+        kit.call(kit.ppo, "token", [*kit.TOKEN_READS, kit.REPLAY], metrics=True, reduce="token-mean"),
+        {"balance": BalanceConfig(coefficient=0.3)},
+    ),
+    "adapters of deepseek_v3": (
+        kit.call(sft, "token", [], reduce="token-mean"),
+        {"lora": LoraConfig(r=4, alpha=8, save_merged=True)},
+    ),
+    "magnitudes of deepseek_v2": (
+        kit.call(sft, "token", [], reduce="token-mean"),
+        {
+            "lora": LoraConfig(
+                r=4, alpha=8, dora=True, targets=("q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+            )
+        },
+    ),
     "deepseek_v2": (kit.call(sft, "token", [], reduce="token-mean"), {}),
     "deepseek_v3": (
         kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean"),
@@ -130,7 +151,7 @@ UNTIED = kit.ARCHITECTURE | {"tie_word_embeddings": False}
 MIXTRAL = kit.ARCHITECTURE | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 """The model of nodes of Mixtral."""
 
-FAMILIES = ("glm4_moe", "deepseek_v2", "deepseek_v3", "gemma3_text")
+FAMILIES = ("glm4_moe", "deepseek_v2", "deepseek_v3", "gemma3_text", "gpt_oss", "qwen2_moe", "glm4")
 """Nodes with a model of their own family (`family_kit.py`)."""
 
 BUCKET_PARAMETERS, BUCKET_ADAPTERS = 1000, 100
@@ -331,17 +352,29 @@ ADAPTER_ROUNDS: list[dict[tuple[int, ...], Twin]] = [
 
 def _family_rounds(node: str, expert: int) -> list[dict[tuple[int, ...], Twin]]:
     """Return the layouts in which a family trains. Experts are divided over `expert` ranks."""
+    if node == "glm4":  # tensor ranks would not divide its gates and ups in one place
+        return [{FIRST: Twin(node, context=2), SECOND: Twin(node, pipe=2, settings=RECOMPUTED)}]
     return [
         {FIRST: Twin(node, tensor=2, settings=SP), SECOND: Twin(node, pipe=2, settings=RECOMPUTED)},
-        {FIRST: Twin(node, data=2, expert=expert, budget=20), SECOND: Twin(node, context=2)},
+        {FIRST: Twin(node, context=2)},
         {ALL: Twin(node, data=2, tensor=2, expert=expert, settings=SP | RECOMPUTED)},
     ]
 
 
-FAMILY_ROUNDS = [
-    row for family in FAMILIES for row in _family_rounds(family, expert=1 if family == "gemma3_text" else 2)
+_RANKS_OF_EXPERTS = {family: 1 if family in ("gemma3_text", "glm4") else 2 for family in FAMILIES}
+_OFTEN = [Twin(family, data=2, expert=num, budget=20) for family, num in _RANKS_OF_EXPERTS.items()]
+_OFTEN.append(Twin("adapters of deepseek_v3", tensor=2))
+OFTEN_ROUNDS: list[dict[tuple[int, ...], Twin]] = [
+    {FIRST: first, SECOND: second} for first, second in zip(_OFTEN[::2], _OFTEN[1::2], strict=True)
 ]
-"""The same for families."""
+"""A layout of each family."""
+FAMILY_ROUNDS = [
+    *(row for family, num in _RANKS_OF_EXPERTS.items() for row in _family_rounds(family, num)),
+    {FIRST: Twin("magnitudes of deepseek_v2", tensor=2), SECOND: Twin("adapters of deepseek_v3", pipe=2)},
+    {ALL: Twin("adapters of deepseek_v3", data=2, tensor=2, expert=2, settings=RECOMPUTED)},
+]
+"""Other layouts of families."""
+OFTEN_TWINS = {twin.name: twin for turn in OFTEN_ROUNDS for twin in turn.values()}
 FAMILY_TWINS = {twin.name: twin for turn in FAMILY_ROUNDS for twin in turn.values()}
 ADAPTER_TWINS = {twin.name: twin for turn in ADAPTER_ROUNDS for twin in turn.values()}
 TWINS = {twin.name: twin for turn in ROUNDS for twin in turn.values()}
@@ -385,8 +418,9 @@ def settings(twin: Twin, checkpoint: Path) -> dict[str, Any]:
 
 def _start(node: str, checkpoint: Path) -> Path:
     """Return the checkpoint that a node starts from. Models with experts and reward models have their own."""
-    if (checkpoint / node).is_dir():
-        return checkpoint / node
+    of_family = checkpoint / node.rsplit(maxsplit=1)[-1]
+    if of_family.is_dir() and of_family.name in FAMILIES:
+        return of_family
     kinds = {"mixtral": "mixtral", "experts": "experts", "outer": "untied", "embedding": "untied"}
     kind = next((kind for word, kind in kinds.items() if word in node), NODES[node][1].get("head", "lm"))
     own = checkpoint / kind
@@ -399,9 +433,11 @@ def initial_weights(node: str, checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def save_families(path: Path) -> None:
-    """Save the models of families that nodes start from."""
+    """Save the models of families that nodes start from. `batch` has experts of two layers to replay."""
     for family in FAMILIES:
-        made = kit.model(architecture=family_kit.architecture(family))
+        replays = kit.REPLAY in NODES[family][0].reads
+        layers = {"num_hidden_layers": 2} if replays else {}
+        made = kit.model(architecture=family_kit.architecture(family) | layers)
         family_kit.vary(made._model)
         made.save(str(path / family))()
 
@@ -534,6 +570,13 @@ def train_families(rank: int, directory: str) -> None:
     import megatron_twin_ranks
 
     megatron_twin_ranks.run(rank, Path(directory), megatron_twin_ranks.train_families)
+
+
+def train_families_often(rank: int, directory: str) -> None:
+    """Run a rank that trains a model of each of them."""
+    import megatron_twin_ranks
+
+    megatron_twin_ranks.run(rank, Path(directory), megatron_twin_ranks.train_families_often)
 
 
 def train_adapters(rank: int, directory: str) -> None:

@@ -60,6 +60,34 @@ MIXED = ARCHITECTURE | {
     "num_experts_per_tok": 2,
     "norm_topk_prob": True,
 }
+LATENT = ARCHITECTURE | {
+    "model_type": "deepseek_v3",
+    "hidden_size": 448,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 128,
+    "q_lora_rank": 96,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "moe_intermediate_size": 128,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "tie_word_embeddings": False,
+}
+BIASED = ARCHITECTURE | {
+    "model_type": "gpt_oss",
+    "head_dim": 64,
+    "intermediate_size": 256,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": 32,
+    "tie_word_embeddings": False,
+}
 TRAIN = dataclasses.replace(kit.CALLS["token-mean"], options={"reduce": "token-mean"})
 
 

@@ -25,6 +25,8 @@ prepare("cpu")
 
 from hflow.training.megatron.backend import MegatronModel  # noqa: E402
 
+_MODELS = {"mixed": kit.MIXED, "dense": kit.WIDE, "latent": kit.LATENT, "biased": kit.BIASED}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -33,13 +35,13 @@ class Case:
     layout: str
     dtype: str
     recompute: bool
-    is_dense: bool = False
+    model: str = "mixed"
     lora: LoraConfig | None = None
 
     @property
     def architecture(self) -> dict[str, Any]:
-        """The model, with experts unless it is dense."""
-        return kit.WIDE if self.is_dense else kit.MIXED
+        """The model."""
+        return _MODELS[self.model]
 
     @property
     def asked(self) -> dict[str, Any]:
@@ -57,17 +59,20 @@ CASES = (
     Case("d2t2e2", "fp32", recompute=True),
     Case("d2t2e2", "bf16", recompute=False),
     Case("d4e4", "fp32", recompute=True),
-    Case("d2t2", "fp32", recompute=False, is_dense=True),
-    Case("d2t2", "bf16", recompute=True, is_dense=True),
-    Case("d1", "fp32", recompute=False, is_dense=True, lora=LORA),
-    Case("d2t2", "fp32", recompute=False, is_dense=True, lora=LORA),
-    Case("d2t2", "bf16", recompute=True, is_dense=True, lora=LORA),
-    Case("d1", "fp32", recompute=False, is_dense=True, lora=DORA),
-    Case("d2t2", "fp32", recompute=False, is_dense=True, lora=DORA),
-    Case("d2t2", "bf16", recompute=True, is_dense=True, lora=DORA),
-    Case("d2t2", "fp32", recompute=False, is_dense=True, lora=OUTER),
+    Case("d2t2", "fp32", recompute=False, model="dense"),
+    Case("d2t2", "bf16", recompute=True, model="dense"),
+    Case("d1", "fp32", recompute=False, model="dense", lora=LORA),
+    Case("d2t2", "fp32", recompute=False, model="dense", lora=LORA),
+    Case("d2t2", "bf16", recompute=True, model="dense", lora=LORA),
+    Case("d1", "fp32", recompute=False, model="dense", lora=DORA),
+    Case("d2t2", "fp32", recompute=False, model="dense", lora=DORA),
+    Case("d2t2", "bf16", recompute=True, model="dense", lora=DORA),
+    Case("d2t2", "fp32", recompute=False, model="dense", lora=OUTER),
     Case("d2t2e2", "fp32", recompute=False, lora=EXPERTS),
     Case("d2e2", "bf16", recompute=True, lora=EXPERTS),
+    Case("d1", "fp32", recompute=False, model="latent"),
+    Case("d2t2e2", "bf16", recompute=False, model="latent"),
+    Case("d2e2", "fp32", recompute=False, model="biased"),
 )
 SEQUENCES, LENGTH = 16, 64
 """Of each data rank."""

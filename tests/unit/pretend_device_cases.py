@@ -364,8 +364,19 @@ def test_grouped_queries_in_fp32_have_repeated_keys(device):
     torch.testing.assert_close(got.cpu(), wanted)
 
 
-def test_packed_attention_in_bf16_is_the_flash_kernel(device):
-    """Also where the last sequence has more keys than queries, and query heads share key heads."""
+@pytest.mark.parametrize("is_grouped", [True, False])
+def test_packed_attention_in_bf16_is_the_flash_kernel(device, is_grouped, monkeypatch):
+    """Also where the last sequence has more keys than queries, and query heads share key heads.
+
+    Before torch 2.12 it saves these repeated, as plans count.
+    """
+    monkeypatch.setattr(attention_kernels, "_VARLEN_GROUPS_QUERIES", is_grouped)
+    saved = {}
+
+    def note(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
     lengths, num_keys = (5, 1, 4), (5, 1, 9)
     starts = [torch.tensor(x).cumsum(0).int() for x in ((0, *lengths), (0, *num_keys))]
     q, k, v = (torch.randn(n, heads, 8).bfloat16() for n, heads in ((10, 4), (15, 2), (15, 2)))
@@ -380,7 +391,10 @@ def test_packed_attention_in_bf16_is_the_flash_kernel(device):
     there = [x.to(device).requires_grad_() for x in (q, k, v)]
     kernel = attention_kernels.kernel_of(torch.device(device), torch.bfloat16)
     places = tuple(x.to(device) for x in starts)
-    got = attention_kernels.varlen_attention(kernel, *there, places, (5, 9), None)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        got = attention_kernels.varlen_attention(kernel, *there, places, (5, 9), None)
+    in_bf16 = sum(tensor.numel() for tensor in saved.values() if tensor.dtype is torch.bfloat16)
+    assert in_bf16 == 2 * q.numel() + 2 * k.numel() * (1 if is_grouped else 2)
     got.square().sum().backward()
     torch.testing.assert_close(got.detach().cpu(), torch.cat(rows).detach(), atol=2e-2, rtol=2e-2)
     for x, expected in zip(there, wanted, strict=True):

@@ -26,6 +26,20 @@ TE_PACKAGE = Path(hflow.__file__).parent
 RECIPE = Path(__file__).parents[2] / "recipes" / "grpo.py"
 
 
+@pytest.mark.parametrize("length", [16, 64])
+def test_no_scores_are_kept_of_values_smaller_than_keys(length: int) -> None:
+    """Latent attention has such. Of 4 heads, results equal those of the formula."""
+    torch.manual_seed(0)
+    q, k = (torch.randn(1, 4, length, 24, requires_grad=True) for _ in range(2))
+    v = torch.randn(1, 4, length, 8, requires_grad=True)
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+        out = attention_kernels.padded_attention(q, k, v, None)
+    assert max(kept) == q.numel()
+    scores = (q @ k.mT * 24**-0.5).masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf"))
+    torch.testing.assert_close(out, scores.softmax(-1) @ v)
+
+
 def test_no_other_module_names_a_kernel():
     paths = {path: path.read_text() for path in TE_PACKAGE.rglob("*.py")}
     users = {
@@ -228,6 +242,6 @@ def test_the_kernels_get_windows_and_values_of_smaller_heads_padded(monkeypatch,
     monkeypatch.setattr(attention_kernels, "varlen_attn", compute)
     monkeypatch.setattr(attention_kernels, "_flash_kernel", lambda _: compute)
     starts = torch.tensor([0, 5, 8], dtype=torch.int32)
-    got = attention_kernels.varlen_attention(kernel, q, k, v, (starts, starts), (5, 5), 0.3, window)
+    got = attention_kernels.varlen_attention(kernel, q, k, v, (starts, starts), (5, 5), 0.3, Reach(window))
     layout = PackedLayout.of(np.array(lengths), "cpu", torch.float32)
     torch.testing.assert_close(got, attend(q, k, v, layout, 0.3, Reach(window)))

@@ -44,7 +44,7 @@ def test_the_plan_names_the_cores(cores: str, said: str) -> None:
             r"cores is \[1, 2, 3\]; give the number of cores of each of a machine's 2",
         ),
         (["cores=[0]"], r"cores is \[0\]; give"),
-        (["cores=[1]", "workers=inproc"], r"cores binds worker processes, but workers=inproc has none"),
+        (["cores=[1]", "workers=inproc"], r"each of 2 devices cores .* set cluster=cpu-1x1, or workers=ray"),
     ],
 )
 def test_cores_that_cannot_be_bound_are_refused(change: list[str], reason: str) -> None:
@@ -62,15 +62,18 @@ def look():
     bound.wait()
     seen.append(os.sched_getaffinity(0))
 early = threading.Thread(target=look, daemon=True)
+before = torch.get_num_threads()
 early.start()
 begun.wait()
-bind_cores(range({first}, {last}))
+undo = bind_cores(range({first}, {last}))
 bound.set()
 late = threading.Thread(target=look)
 late.start()
 early.join()
 late.join()
 print([sorted(cores) for cores in seen], torch.get_num_threads())
+undo()
+print(sorted(os.sched_getaffinity(0)), torch.get_num_threads() == before)
 """
 
 
@@ -81,7 +84,7 @@ def child(first: int, last: int) -> subprocess.CompletedProcess[str]:
 
 def test_a_process_keeps_to_its_cores() -> None:
     lent = sorted(os.sched_getaffinity(0))
-    assert child(0, 1).stdout.strip() == f"[[{lent[0]}], [{lent[0]}]] 1"
+    assert child(0, 1).stdout == f"[[{lent[0]}], [{lent[0]}]] 1\n{lent} True\n"
     assert child(0, 0).stdout.startswith(f"[{lent}, {lent}]")
 
 

@@ -31,7 +31,7 @@ def table(validate):
     return {(row["topic"], row["source"]): row for row in unseen}
 
 
-TOPICS = ["training", "decode", "RL step", "MoE RL step", "PPO", "weight sync", "gain by staleness"]
+TOPICS = ["training", "decode", "RL step", "MoE RL step", "PPO", "weight sync"]
 
 
 @pytest.mark.parametrize("topic", TOPICS)
@@ -43,8 +43,9 @@ def test_the_mean_error_on_unseen_measurements_is_below_its_target(topic: str, t
 @pytest.mark.parametrize(
     ("topic", "source", "most"),
     [
-        ("weight sync", "verl", 0.4),
+        ("weight sync, other roads", "verl", 0.45),
         ("gain by staleness", "verl", 0.11),  # two rows
+        ("gain by staleness", "NeMo RL", 0.1),
         ("training", "NeMo Framework", 0.11),  # five rows
     ],
 )
@@ -53,7 +54,7 @@ def test_the_mean_error_of_a_single_source_has_a_limit(topic: str, source: str, 
 
 
 @pytest.mark.parametrize(
-    ("topic", "number"), [("training", 173), ("decode", 60), ("MoE training", 11), ("weight sync", 22)]
+    ("topic", "number"), [("training", 173), ("decode", 60), ("MoE training", 11), ("weight sync", 15)]
 )
 def test_unseen_measurements_are_in_the_right_order(topic: str, number: int, table):
     one = table[topic, "all held out"]
@@ -62,7 +63,7 @@ def test_unseen_measurements_are_in_the_right_order(topic: str, number: int, tab
 
 
 # ----------------------------------------------------------------------------------- as shipped
-@pytest.mark.parametrize("kind", ["training pass", "decode"])
+@pytest.mark.parametrize("kind", ["training pass", "decode", "RL step, experts", "memory", "weight update"])
 def test_the_planner_as_it_ships_is_within_its_targets(kind: str, validate, shipped):
     (one,) = (
         row

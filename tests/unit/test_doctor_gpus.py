@@ -18,6 +18,7 @@ from hflow.doctor.gpus import (
     check_attention,
     check_gpus,
     check_listed_gpus,
+    check_logprobs,
     check_shared_memory,
 )
 from hflow.doctor.trial_runs import REAL_SIZES, command, trial_device, trial_runs, try_runs
@@ -26,13 +27,15 @@ from hflow.launch.planning.request import known_devices
 from hflow.models.attention_kernels import padded_attention
 from hflow.models.packed_attention import attend
 from hflow.planner.plan.hardware import GIB
+from hflow.training.loop import logprobs
 
 DEVICES = known_devices(find_recipe("grpo"))
 H100 = "NVIDIA H100 80GB HBM3, 570.86.15, 81559, 4, Default"
 
 
-def failures(table: str, wanted: int) -> list[str]:
-    return [f"{f.detail}; {f.fix}" for f in check_listed_gpus(parse_gpus(table), wanted) if not f.ok]
+def failures(table: str, wanted: int, first: int = 0) -> list[str]:
+    listed = "\n".join(f"{i}, GPU-{i}f31, {gpu}" for i, gpu in enumerate(table.splitlines(), first))
+    return [f"{f.detail}; {f.fix}" for f in check_listed_gpus(parse_gpus(listed), wanted) if not f.ok]
 
 
 @pytest.mark.parametrize(
@@ -61,6 +64,15 @@ def test_gpus_that_a_run_cannot_use_are_named(table, wanted, line):
 def test_equal_free_gpus_are_accepted():
     assert not failures(f"{H100}\n" * 8, 8)
     assert not failures(f"{H100}\nNVIDIA L4, 570.86.15, 23034, 1, [N/A]", 1)  # the second is not used
+
+
+def test_gpus_are_those_that_the_driver_counts(monkeypatch):
+    """As CUDA_VISIBLE_DEVICES has left out the first four."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    (found,) = failures(f"{H100}\n" + H100.replace("Default", "Prohibited"), 2, first=4)
+    assert "nvidia-smi -i 5 -c DEFAULT" in found
+    (found,) = failures(f"{H100}\n" * 2, 8, first=4)
+    assert found.startswith("2 of 8 GPUs with CUDA_VISIBLE_DEVICES=4,5; hflow doctor --gpus 2, or unset")
 
 
 def test_small_shared_memory_names_the_option():
@@ -139,6 +151,15 @@ def test_attention_of_this_machine_is_right():
         f"attention {dtype}{case}" for dtype in ("fp32", "bf16") for case in CASES
     ]
     assert all(finding.ok for finding in found), found
+
+
+def test_log_probs_of_this_machine_are_right(monkeypatch):
+    found = list(check_logprobs("cpu"))
+    assert [finding.name for finding in found] == ["log-probs fp32", "log-probs bf16"]
+    assert all(finding.ok for finding in found), found
+    right = logprobs.turn_into_gradients
+    monkeypatch.setattr(logprobs, "turn_into_gradients", lambda x, *args: right(x, *args) or x.mul_(1.05))
+    assert not any(finding.ok for finding in check_logprobs("cpu"))
 
 
 def test_a_kernel_with_a_wrong_gradient_is_found(monkeypatch):

@@ -14,7 +14,7 @@ from hflow.graph.draw import to_dot, to_mermaid
 from hflow.graph.ir import Edge, EdgeKind, Graph
 from hflow.planner.compile import compile_plan
 from hflow.planner.plan.rows import Plan
-from hflow.report.text.plan.graph import plan_dot, plan_mermaid
+from hflow.report.text.graph import plan_dot, plan_mermaid
 
 STRING = r'"(?:[^"\\]|\\.)*"'
 ATTRIBUTE = rf"\w+=(?:\w+|{STRING})"

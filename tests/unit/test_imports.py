@@ -38,7 +38,15 @@ from hflow.types.recorded import RECORDED_KINDS
 for registry in (BACKENDS, ENGINES, OPTIMIZERS, CHANNELS, RECORDED_KINDS):
     assert [registry.load(name) for name in registry]
 """
+# What none of these commands needs.
+UNNEEDED = (*HEAVY, "networkx", "jinja2", "hflow.planner.search", "hflow.runtime", "hflow.workers")
 ABSENT = {
+    "help": (
+        commands("--help"),
+        (*UNNEEDED, "numpy", "hydra", "pydantic", "hflow.config", "hflow.planner", "hflow.report"),
+    ),
+    "check": (commands("check recipes/ppo.py"), UNNEEDED),
+    "nodes": (commands("nodes"), UNNEEDED),
     "hflow": ("import hflow", (*HEAVY, "hydra", "hflow.launch", "hflow.planner")),
     "function check": ("import hflow; hflow.check('recipes/sft.py')", ("torch", "ray")),
     "algo and nodes": ("from hflow import algo, nodes", ("torch",)),

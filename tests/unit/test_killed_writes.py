@@ -11,6 +11,7 @@ import pytest
 from hflow.base.durable_files import replace_text
 from hflow.base.errors import ConfigError
 from hflow.launch.targets import resolve
+from hflow.runtime.records.metric_columns import drop_rows_after, read_curves
 from hflow.runtime.records.metrics_log import MetricsLog
 from hflow.runtime.saving.checkpoint import BEST, LATEST, Checkpoints, replace_link
 from hflow.runtime.saving.run_directory import RunDirectory, read_metrics
@@ -79,11 +80,10 @@ def _killed(self: Path, target: Path) -> Path:
 
 
 def test_a_resumed_run_keeps_its_best_checkpoint(tmp_path: Path):
-    rows = [{"step": 2, "e/x": 0.9}, {"step": 4, "e/x": 0.5}, {"step": 4}, {"step": 6, "e/x": None}]
     for step in (2, 4, 6):
         (tmp_path / f"step-{step}").mkdir()
     checkpoints = Checkpoints(tmp_path, keep=1, best="e/x")
-    checkpoints.restore_values(rows)
+    checkpoints.restore_values({"e/x": [(2, 0.9), (4, 0.5)], "loss": [(6, 1.0)]})
     checkpoints.add_values(6, {"e/x": 0.6})
     assert checkpoints.steps == [2, 6]
     assert (tmp_path / "best").readlink() == Path("step-2")
@@ -101,8 +101,21 @@ def test_checkpoints_after_the_one_that_a_run_continues_from_are_set_aside(tmp_p
 
 
 def test_metrics_after_the_point_that_a_run_continues_from_are_dropped(tmp_path: Path):
-    directory = RunDirectory(tmp_path)
-    directory.drop_metrics_after(1)  # a run that was killed before its first step has none
-    directory.metrics.write_text('{"step": 2, "a": 0.5}\n{"step": 3, "a": 1}\n{"step": 1, "b": null}\n')
-    directory.drop_metrics_after(2)
-    assert directory.metrics.read_text() == '{"step": 2, "a": 0.5}\n{"step": 1, "b": null}\n'
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 2, "a": 0.5}\n{"step": 3, "a": 1}\n{"step": 1, "b": null}\n')
+    drop_rows_after(path, 2)
+    assert path.read_text() == '{"step": 2, "a": 0.5}\n{"step": 1, "b": null}\n'
+
+
+@pytest.mark.parametrize("last", [0, 99, 100, 101, 250])
+def test_rows_of_whole_blocks_are_kept_as_they_are(tmp_path: Path, last: int):
+    path, steps = tmp_path / "metrics.jsonl", range(1, 251)
+    with closing(MetricsLog(path, tmp_path / "tensorboard")) as log:
+        for step in steps:
+            log.write(step, {"a": step / 3})
+    lines = path.read_bytes().splitlines(keepends=True)
+    drop_rows_after(path, last)
+    assert path.read_bytes().splitlines(keepends=True) == lines[:last]
+    with closing(MetricsLog(path, tmp_path / "tensorboard")) as log:
+        log.write(last + 1, {"a": -1.0})
+    assert [*read_curves(path)["a"]] == [*((step, step / 3) for step in steps[:last]), (last + 1, -1.0)]

@@ -10,21 +10,32 @@ import ranks
 
 from hflow.shapes.model_shape import is_in_fp32
 
-pytestmark = pytest.mark.long
-
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("families")
     twins.save_families(path / "checkpoint")
-    ranks.start(twins.train_families, (str(path),), 4)
+    ranks.start(twins.train_families_often, (str(path),), 4)
     return path
 
 
-@pytest.mark.parametrize("name", twins.FAMILY_TWINS)
+@pytest.fixture(scope="module")
+def others(directory: Path) -> Path:
+    (directory / "store").unlink()
+    ranks.start(twins.train_families, (str(directory),), 4)
+    return directory
+
+
+@pytest.mark.parametrize("name", twins.OFTEN_TWINS)
 def test_equals_one_process(directory, name):
     """Metrics of three steps, with gradient norms, and the weights and biases of routers after them."""
-    twins.assert_trains_as_torch(directory, name, twins.FAMILY_TWINS[name])
+    twins.assert_trains_as_torch(directory, name, twins.OFTEN_TWINS[name])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", twins.FAMILY_TWINS)
+def test_other_layouts_equal_one_process(others, name):
+    twins.assert_trains_as_torch(others, name, twins.FAMILY_TWINS[name])
 
 
 @pytest.mark.parametrize("family", twins.FAMILIES)

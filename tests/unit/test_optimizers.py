@@ -156,6 +156,7 @@ REFUSALS = [
         r"x.momentum is set, but the optimizer 'adamw' has no such option; .*'muon' or 'sgd'",
     ),
     ({"name": "sgd", "nesterov": True}, "x.nesterov is true, but sgd has no momentum"),
+    ({"name": "muon", "nesterov": True, "momentum": 0.0}, "x.nesterov is true, but momentum is 0"),
     ({"groups": (WeightGroupConfig("*"),)}, r"x.groups\[0\] matches '\*', but changes nothing"),
 ]
 

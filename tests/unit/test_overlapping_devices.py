@@ -27,8 +27,8 @@ from hflow.planner.search import PLACEMENT, Evaluator, SearchProblem, free_setti
 from hflow.planner.search.explore import divisions, spread_divisions
 from hflow.planner.search.partition import connected_blocks, overlaps, spread_sets
 from hflow.report.html.plan import render_page
+from hflow.report.text.graph import plan_dot, plan_mermaid
 from hflow.report.text.plan import render_plan
-from hflow.report.text.plan.graph import plan_dot, plan_mermaid
 from hflow.runtime.simulation.simulate_plan import simulate_plan
 
 ROOT = Path(__file__).parents[2]

@@ -644,13 +644,14 @@ def test_every_token_after_the_first_is_one_step_of_one_sequence(responses, slot
 
 def test_equal_responses_by_hand():
     # Two engines with two groups of two each: prompts of 50 tokens once a group, then 9 steps of 4
-    # sequences at contexts 51 to 59. All is bound by reading the weights: 4 x 153,856 bytes a step.
+    # sequences at contexts 51 to 59. All is bound by reading the weights, 4 x 153,856 bytes a step, and
+    # 4 x 100 logits are written and read.
     one = side(layout="d2", backend="embedded")
     parts = named(generate(one, Workload(50, 10.0, 0.0, 20), rollout(4, 2)))
     pairs = 2 * 50 * 50 / 2
     prefill = 4 * (2 * 36_864 * 100 + 4 * pairs * 64) / 1e12
     assert parts["prefill"] == pytest.approx(prefill)
-    assert parts["decode"] == pytest.approx(9 * (4 * 153_856 + 4 * 55 * 1024) / 1e11)
+    assert parts["decode"] == pytest.approx(9 * (4 * 153_856 + 4 * 55 * 1024 + 2 * 4 * 400) / 1e11)
     assert set(parts) == {"prefill", "decode"}
 
 

@@ -170,8 +170,8 @@ CANNOT_RUN = [
             "models.actor.architecture.model_type=gpt2",
         ),
         "actor@gen: vllm needs to know the tensors of the model, which the planner knows for llama, mistral, "
-        "qwen2, qwen3, qwen3_moe, gemma3_text, glm4, mixtral, glm4_moe, deepseek_v2, deepseek_v3, but not "
-        "for gpt2. Set models.actor.gen.engine=embedded.",
+        "qwen2, qwen3, qwen2_moe, qwen3_moe, gemma3_text, glm4, gpt_oss, mixtral, glm4_moe, deepseek_v2, "
+        "deepseek_v3, but not for gpt2. Set models.actor.gen.engine=embedded.",
     ),
     (
         (VLLM, "models.actor.path=nowhere", "models.actor.architecture=null"),

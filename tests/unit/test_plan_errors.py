@@ -246,6 +246,17 @@ def test_staleness_rules_that_no_batch_can_meet_are_refused():
     refused(grpo(), "age_rule is off; remove one of them", drop_older_than=3, age_rule=False)
 
 
+@pytest.mark.parametrize("rule", [{"age_rule": False}, {"drop_older_than": 2}, {"queue": 8}])
+def test_staleness_rules_without_staleness_are_refused(rule: dict):
+    """`test_state_async.py` shows that they change nothing. A shorter queue lets less be generated ahead."""
+    settings = {"batch": 4, "sync_every": 2, **rule}
+    (name,) = rule
+    refused(grpo(), f"schedule.{name} is set, but schedule.max_staleness=0 trains all samples", **settings)
+    compile_plan(grpo(), request(**settings, max_staleness=1))
+    if name == "queue":
+        compile_plan(grpo(), request(**settings | {"queue": 7}))
+
+
 def test_a_machine_with_more_devices_than_any_has_is_a_typing_error():
     refused(
         grpo(),

@@ -466,14 +466,13 @@ def test_tensor_ranks_share_tokens_in_models_with_experts():
 
 
 def test_a_plan_file_of_a_family_that_is_only_planned_is_not_run(tmp_path: Path):
-    keys = ["model@models.actor=gpt-oss-20b", "models.actor.path=null", "models.actor.backend=megatron"]
-    keys += ["cluster=h100-4x8", "placement=actor=all:d8t4e8 actor.gen=all:d8t4"]
+    keys = ["model@models.actor=gemma-2-2b", "models.actor.path=null", "cluster=h100-1x8"]
     file = tmp_path / "lock.json"
     file.write_text(plan_file_text(compile_recipe(GRPO, keys)))
     with pytest.raises(NotYetError) as refusal:
         run_compiled(compile_plan_file(file), False, RunEnvironment())
     assert str(refusal.value) == (
-        "models.actor is of family gpt_oss, which can be planned with megatron but not run yet. Set "
-        "models.actor.backend=torch, or use a model of family llama, mistral, qwen2, qwen3, qwen3_moe, "
+        "models.actor is of family gemma2, which caps scores and logits, so that it can be planned but not "
+        "run. Use a model of another family, such as llama, mistral, qwen2, qwen3, qwen2_moe, qwen3_moe, "
         "mixtral."
     )

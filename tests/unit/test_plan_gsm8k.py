@@ -54,7 +54,7 @@ def test_a_plan_fits_with_a_margin_as_the_table_says(command: str, seconds: str,
     assert forecast.period is not None
     assert forecast.period.seconds == pytest.approx(float(seconds), rel=0.1)
     assert peak(forecast) == pytest.approx(float(gib), rel=0.05)
-    assert peak(forecast) <= 0.91 * float(most)
+    assert peak(forecast) <= 0.92 * float(most)
     joined = communicators(compiled.plan, range(compiled.plan.cluster.num_devices))
     assert set(map(len, joined.values())) == known_communicators(command, compiled.plan)
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+import weakref
 from dataclasses import replace
 from inspect import signature
 from typing import Any
@@ -18,6 +19,10 @@ from hypothesis import strategies as st
 from memory_kit import LLAMA_7B, SMALL, microbatch, named, rank
 from model_configs import model_config
 from torch.nn.attention.varlen import varlen_attn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from hflow.base.errors import ConfigError, PlanError
 from hflow.config.schema import LoraConfig, WorkloadConfig
@@ -29,6 +34,7 @@ from hflow.engines.interface import SamplingParams
 from hflow.engines.request import GenerationRequest
 from hflow.engines.vllm import memory as vllm_memory
 from hflow.models.host_offload import MAX_LEAVING
+from hflow.models.packed_attention import PackedLayout, attend
 from hflow.models.settings import ModelSettings
 from hflow.planner.compile import compile_plan
 from hflow.planner.forecast.memory import (
@@ -153,7 +159,8 @@ def test_an_inference_replica_has_weights_alone(backend, dtype, expected):
 # ---------------------------------------------------------------------------------- activations
 def test_weights_and_gradients_that_stay_whole_over_micro_batches():
     # 7B in bf16 on 8 ranks, recomputed, four micro-batches. At the start of the last layer's backward pass,
-    # stage 3 has the weights of two layers and of the rest, and a buffer; stage 2 has those of all layers.
+    # stage 3 has the weights of a layer and of the rest, and stage 2 those of all layers. The stream that
+    # gathers keeps the buffers of the rest and of the first layer.
     layer, rest = 202_383_360, 262_148_096
     asked = {"dtype": "bf16", "activation_checkpointing": True, "on_cpu": False}
     three, two, one = (
@@ -162,8 +169,8 @@ def test_weights_and_gradients_that_stay_whole_over_micro_batches():
         )
         for stage in (3, 2, 1)
     )
-    assert two["gathered weights"] == 2 * (32 * layer + rest + layer)
-    assert three["gathered weights"] == 2 * (layer + rest + layer)
+    assert two["gathered weights"] == 2 * (32 * layer + rest + rest + layer)
+    assert three["gathered weights"] == 2 * (layer + rest + rest + layer)
     # fp32 shards of 1/8, or all of it, and the first gradients of the backward pass.
     first = 2 * (32_000 * 4_096 + layer)
     assert three["gradients"] == two["gradients"] == 4 * NUM_7B // 8 + first
@@ -187,6 +194,14 @@ def test_activation_bytes_per_token_in_bf16():
     assert activations.kept_per_token(rank(dtype="bf16"), pads=False) == (2 * 516, 384 + 16 + 1_024)
 
 
+def test_activation_bytes_of_latent_attention_per_token():
+    # D = 448, H = 8, queries 48, values 32. Norms of 448, 448, 128 and 96: (3 x 1,120 + 4) x 4 = 13,456, and
+    # 16 rotated numbers, 64. q, k, v, out: 4 x 8 x 48 x 4 = 6,144, out alone 8 x 32 x 4 = 1,024, heads 32.
+    found = rank(kit.shape_of(kit.LATENT))
+    kept = activations.kept_per_token(found, pads=False, num_mlp=0)
+    assert kept == (13_456 + 64, 6_144 + 1_024 + 32)
+
+
 def test_sequences_of_different_lengths_are_padded_where_no_kernel_takes_them():
     # 8/7 of q, k, v, out and heads, and the output without padding (64 x 4).
     _, shared = activations.kept_per_token(rank(), pads=True)
@@ -204,6 +219,26 @@ def test_keys_and_values_that_older_kernels_of_torch_repeat_are_counted(monkeypa
     assert activations.kept_per_token(rank(dtype="bf16"), pads=False)[1] == 256 + 128 + number
     monkeypatch.setattr(f"{shapes}.flash_versions", lambda: {"flash-attn": "2.8.3"})
     assert activations.kept_per_token(on_gpu, pads=True)[1] == 256 + 128 + number
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_what_attention_in_fp32_saves_is_what_is_planned(monkeypatch, on_gpu):
+    """On GPUs keys are repeated, which is done here on a CPU."""
+    monkeypatch.setattr("hflow.models.attention_kernels.is_gpu", lambda kind: on_gpu)
+    saved = {}
+
+    def note(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    num, size = 6, 16
+    q, k, v = (torch.randn(2 * num, heads, size, requires_grad=True) * 1.0 for heads in (4, 2, 2))
+    layout = PackedLayout.of(np.array([num, num]), "cpu", torch.float32)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        attend(q, k, v, layout, None)
+    of_mlp = 2_048
+    planned = activations.kept_per_token(rank(on_cpu=not on_gpu), pads=False)[1] - of_mlp
+    assert sum(saved.values()) == planned * 2 * num
 
 
 @pytest.mark.parametrize(("version", "is_grouped"), [("2.11.0+cu128", False), ("2.12.1", True), (None, True)])
@@ -463,6 +498,19 @@ def test_what_vllm_keeps_in_processes_of_its_own():
     # At least up to vLLM's 512, in steps of 16 from 256 on.
     assert len(vllm_memory.graph_sizes(256)) == 3 + 31 + 17
     assert vllm_memory.graph_sizes(512)[-2:] == [496, 512]
+
+
+def test_captured_steps_of_the_embedded_engine_take_memory_where_there_are_any():
+    """Seven graphs of 4 to 128 rows, 348 in all, with 32 layers of 256 KiB, and hidden states in bf16."""
+
+    def held(shape=LLAMA_7B, *, on_cpu=False, **asked):
+        one = rank(shape, "d1", "embedded", on_cpu=on_cpu, dtype="bf16", max_running=128, **asked)
+        return named(embedded_memory.captured_steps(one)), one
+
+    found, one = held()
+    between = activations.layer_without_gradient(one, 128, pads=False)
+    assert found == {"CUDA graphs": 7 * 32 * 2**18 + 348 * 4096 * 2 + between}
+    assert held(cuda_graphs=False)[0] == held(on_cpu=True)[0] == held(lora=LoraConfig(r=8))[0] == {}
 
 
 def test_vllm_assembles_what_a_rank_holds_a_part_of_beside_the_module_that_it_makes_anew():
@@ -1198,6 +1246,52 @@ def test_a_plan_that_fits_is_not_refused():
 
 
 # ----------------------------------------------------------------------- beside the real thing
+class _LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors that operations have made and that still exist."""
+
+    def __init__(self):
+        super().__init__()
+        self.now, self.most, self._known = 0, 0, set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for one in tree_leaves(made):
+            storage = one.untyped_storage() if isinstance(one, torch.Tensor) else None
+            if storage is not None and storage._cdata not in self._known:
+                self._change(storage._cdata, storage.nbytes())
+                weakref.finalize(storage, self._change, storage._cdata, -storage.nbytes())
+        return made
+
+    def _change(self, key, num_bytes):
+        (self._known.add if num_bytes > 0 else self._known.discard)(key)
+        self.now += num_bytes
+        self.most = max(self.most, self.now)
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("qwen3_moe", torch.bfloat16), ("mixtral", torch.float32)])
+def test_copies_of_tokens_while_outputs_of_experts_are_weighted(family, dtype):
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 4}
+    config = Qwen3MoeConfig(**sizes, experts_implementation="grouped_mm")
+    experts = Qwen3MoeExperts(config).to(torch.bfloat16)
+    for weight in experts.parameters():
+        torch.nn.init.normal_(weight.requires_grad_(False), std=0.1)
+    hidden = torch.randn(512, 256, dtype=torch.bfloat16, requires_grad=True)
+    chosen, weights = torch.arange(4).expand(512, 4), torch.rand(512, 4, dtype=dtype).requires_grad_()
+    shape = replace(kit.shape_of(kit.MIXED), family=family, hidden=256)
+    planned = rank(replace(shape, experts=replace(shape.experts, per_token=4)), dtype="bf16")
+    with _LiveBytes() as live:
+        output = experts(hidden, chosen, weights)
+        kept, live.most = live.now, 0
+        output.backward(torch.ones_like(output))
+    beyond = activations.weighted_copies(planned, 512, has_gradient=True)
+    assert beyond == pytest.approx(live.most - kept, rel=0.05)
+    with _LiveBytes() as live, torch.no_grad():
+        experts(hidden, chosen, weights)
+    in_all = activations.weighted_copies(planned, 512, has_gradient=False)
+    of_layer = 4 * 2 * 256 * 512  # the layer's input and what is made of it before
+    assert in_all - of_layer == pytest.approx(live.most, rel=0.1)
+
+
 def transient(architecture, work, batch, data=1, **asked):
     found = rank(kit.shape_of(architecture), f"d{data}", **asked)
     return (torch_memory.train_step if work == "train" else torch_memory.infer_step)(found, batch).total()
@@ -1215,8 +1309,20 @@ def close_to(measured):
         (kit.WIDE, "fp32", True),
         pytest.param(kit.WIDE, "bf16", False, marks=pytest.mark.long),
         (kit.MIXED, "fp32", False),
+        (kit.LATENT, "fp32", False),
+        pytest.param(kit.LATENT, "bf16", False, marks=pytest.mark.long),
+        pytest.param(kit.BIASED, "fp32", False, marks=pytest.mark.long),
     ],
-    ids=["tied", "tied in bf16, recomputed", "wide, recomputed", "wide in bf16", "experts"],
+    ids=[
+        "tied",
+        "tied in bf16, recomputed",
+        "wide, recomputed",
+        "wide in bf16",
+        "experts",
+        "latent",
+        "latent in bf16",
+        "experts with biases",
+    ],
 )
 def test_a_real_training_step_and_inference(architecture, dtype, recompute):
     trained, inferred = kit.real_peaks(architecture, 8, 64, dtype=dtype, activation_checkpointing=recompute)

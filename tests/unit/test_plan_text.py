@@ -27,10 +27,10 @@ from hflow.planner.plan.forecast import (
 from hflow.planner.plan.rows import Plan
 from hflow.planner.plan.workload import Workload
 from hflow.report.formatting import format_cadence
+from hflow.report.text.graph import describe_edge
 from hflow.report.text.plan import render_plan
 from hflow.report.text.plan.assumptions import lengths_text
 from hflow.report.text.plan.devices import devices_section, marks_of
-from hflow.report.text.plan.graph import describe_edge
 from hflow.report.text.plan.header import cluster_line, cycle_line
 from hflow.report.text.plan.memory import device_classes, memory_bar
 from hflow.report.text.plan.time import gantt

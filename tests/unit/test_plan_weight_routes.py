@@ -314,6 +314,10 @@ def full_tensors(shape):
     return {spec.name: np.arange(spec.numel).reshape(spec.shape) for spec in tensors(shape)}
 
 
+AXES_WITH_BIASES = {"gate_up_proj": 2, "gate_up_proj_bias": 1, "down_proj": 1, "down_proj_bias": None}
+"""Of experts with biases (gpt-oss): matrices are [experts, inputs, outputs]."""
+
+
 def direct_cut(shape, end, coords):
     """What a rank holds, cut out of the full tensors the way that its backend does it."""
     (d, t, p, c), layout = coords, end.layout
@@ -324,8 +328,12 @@ def direct_cut(shape, end, coords):
         kind = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
         if not is_on(name, layers, is_first, is_last, shape.is_tied):
             continue
-        axis = 1 if ".experts." in name else 0
-        part = over_tensor_ranks(whole, kind, name.endswith("bias"), shape, end, t, axis)
+        if ".experts." in name and shape.experts.has_bias:
+            cut_axis = AXES_WITH_BIASES[kind]
+            part = whole if cut_axis is None else np.split(whole, layout.tensor, axis=cut_axis)[t]
+        else:
+            axis = 1 if ".experts." in name else 0
+            part = over_tensor_ranks(whole, kind, name.endswith("bias"), shape, end, t, axis)
         copy, num_copies = d * layout.context + c, layout.data * layout.context
         if ".experts." in name:
             part = np.split(part, layout.expert)[copy % layout.expert]

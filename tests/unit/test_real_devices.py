@@ -159,6 +159,7 @@ def test_gpus_in_use_are_named_where_the_plan_needs_the_memory() -> None:
 
 def test_what_a_process_finds_of_its_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With a driver and a torch for CUDA in name only."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,9,7")  # CUDA stops at a number that it does not have
     gpu = SimpleNamespace(name="NVIDIA H100", total_memory=79 * GIB, major=9, minor=0, uuid="8d1e")
     monkeypatch.setattr("hflow.workers.real_devices.cuda_problem", lambda: "")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
@@ -172,11 +173,12 @@ def test_what_a_process_finds_of_its_gpu(monkeypatch: pytest.MonkeyPatch, tmp_pa
     program.write_text(
         "#!/bin/sh\n"
         "for last; do :; done\n"
-        '[ "$last" = --id=GPU-8d1e ] && echo "H100, 570, 81559, 2048, Default"\n'
+        '[ "$last" = --id=GPU-8d1e ] && echo "6, GPU-8d1e, H100, 570, 81559, 2048, Default"\n'
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     found = find_devices()
+    assert found.names == ("6",)
     assert (found.kind, found.memory_bytes, found.used_bytes) == ("NVIDIA H100", 79 * GIB, 2 * GIB)
     assert found.versions == (*package_versions(), ("NCCL", "2.29.7"), ("cuDNN", "92000"))
     assert found.network_problem.startswith("NCCL_SOCKET_IFNAME=none, but its network interfaces are ")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hflow.graph.queries import reported_field, reported_number
-from hflow.launch.planning.compile import check
+from hflow.launch.planning.read_recipe import check
 from hflow.types import Trajectory
 from hflow.workers.storage.sample_writer import sample_ready_event
 

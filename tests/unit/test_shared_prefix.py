@@ -136,7 +136,7 @@ def sequence_by_sequence(
     cumulative: tuple[torch.Tensor, torch.Tensor],
     longest: tuple[int, int],
     scaling: float,
-    window: int | None,
+    reach: Reach,
 ) -> torch.Tensor:
     """What a kernel for packed sequences computes, by its documentation."""
     queries, keys = (starts.diff().tolist() for starts in cumulative)
@@ -146,5 +146,5 @@ def sequence_by_sequence(
         one, key, value = (x.transpose(0, 1)[None] for x in rows)
         num, length = one.shape[2], key.shape[2]
         mask = additive_mask(torch.arange(length - num, length), length, q.dtype)[:, 0, 0]
-        parts.append(reaching_attention(one, key, value, scaling, Reach(window), mask)[0].transpose(0, 1))
+        parts.append(reaching_attention(one, key, value, scaling, reach, mask)[0].transpose(0, 1))
     return torch.cat(parts)

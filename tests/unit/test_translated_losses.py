@@ -107,13 +107,14 @@ def hflow_loss(draft: RecipeDraft, step: Step) -> Tensor:
     return (entries.masked_fill(~valid, 0) * weights).sum()
 
 
-def check_equal(draft: RecipeDraft, step: Step, expected: Tensor) -> None:
-    """Compare value and gradient."""
+def check_equal(draft: RecipeDraft, step: Step, expected: Tensor, numbers: tuple[float, float]) -> None:
+    """Compare value and gradient, and the expected ones with the numbers of the library."""
     found = hflow_loss(draft, step)
     assert_close(found, expected, rtol=1e-5, atol=1e-7)
     gradients = [torch.autograd.grad(loss, step.theta)[0] for loss in (found, expected)]
     assert bool(gradients[1].abs().sum() > 0)
     assert_close(*gradients, rtol=1e-5, atol=1e-7)
+    assert (expected.item(), gradients[1].abs().sum().item()) == pytest.approx(numbers, abs=1e-6)
 
 
 def group_scores(step: Step, eps: float, *, has_std: bool) -> Tensor:
@@ -170,6 +171,32 @@ VERL_LOSSES: dict[str, dict[str, Any]] = {
     },
     "geo_mean": {f"{ACTOR}.policy_loss.loss_mode": "geo_mean", f"{CORRECTION}.bypass_mode": True},
 }
+
+
+VERL_NUMBERS = {
+    "vanilla": (-0.0814615, 0.5762413),
+    "clip-higher": (-0.0398154, 0.306146),
+    "dual clip": (-0.1320778, 0.3235949),
+    "clip_ratio": (-0.0605431, 0.508594),
+    "kl and entropy": (-0.2060789, 0.6614425),
+    "k2": (-0.0261607, 0.651364),
+    "token-sum": (-1.7106914, 12.1010672),
+    "seq-mean-token-sum": (-0.2851152, 2.0168445),
+    "seq-mean-token-mean": (0.1670494, 0.6953282),
+    "norm": (-0.0057023, 0.0403369),
+    "bypass": (-0.0646709, 0.484976),
+    "truncated": (-0.087385, 0.5385664),
+    "icepop": (-0.052753, 0.3160424),
+    "normalised": (-0.095037, 0.5857268),
+    "sapo": (-0.0634912, 0.7937567),
+    "cispo": (0.1656855, 0.7415528),
+    "gpg": (0.1909532, 0.7071054),
+    "dro": (0.2072678, 0.7146801),
+    "gspo": (0.1076512, 0.6200654),
+    "geo_mean": (0.1291523, 0.5733432),
+}
+"""The loss and the sum of absolute gradients of this batch, by the functions of `core_algos` and
+`rollout_corr_helper` of verl 0.10 (1dda039b9) themselves."""
 
 
 def verl_loss(values: dict[str, Any], step: Step) -> Tensor:
@@ -244,7 +271,7 @@ def aggregated(loss: Tensor, step: Step, how: str, factor: float | None = None) 
 def test_the_loss_is_that_of_verl(name: str, step: Step) -> None:
     values = {**VERL.defaults, **VERL_BASE, **VERL_LOSSES[name]}
     draft = VERL.translate(VERL.given(values), "cpu-1x2")
-    check_equal(draft, step, verl_loss(values, step))
+    check_equal(draft, step, verl_loss(values, step), VERL_NUMBERS[name])
 
 
 TRL_BASE = {
@@ -280,6 +307,29 @@ TRL_LOSSES: dict[str, dict[str, Any]] = {
         "vllm_importance_sampling_cap": 1.1,
     },
 }
+
+
+TRL_NUMBERS = {
+    "dapo": (-0.0814408, 0.5761205),
+    "batch": (-0.0839206, 0.6452763),
+    "grpo": (0.0864371, 0.3871756),
+    "dr_grpo": (-0.0149192, 0.1339389),
+    "two-sided": (-0.1172445, 0.3652608),
+    "kl": (-0.2060582, 0.6613218),
+    "cispo": (0.1498323, 0.6910151),
+    "sapo": (-0.0634866, 0.7936085),
+    "sequence": (0.1076241, 0.6199428),
+    "luspo": (-0.3735381, 1.355005),
+    "sapo of sequences": (0.0701518, 0.8158445),
+    "vespo": (0.0387412, 0.3766065),
+    "off-policy mask": (-0.2209477, 0.3478295),
+    "uncertain tokens": (-0.093862, 0.2147403),
+    "vllm": (0.2441739, 0.3276853),
+    "token_truncate": (-0.0935624, 0.5588977),
+    "token_mask": (-0.0105861, 0.3517936),
+}
+"""The same by `GRPOTrainer._compute_loss` of TRL 1.10 (f2cd57710), called with the advantages and vLLM's
+importance weights that this file computes."""
 
 
 def trl_loss(values: dict[str, Any], step: Step) -> Tensor:
@@ -350,4 +400,4 @@ def trl_weights(values: dict[str, Any], step: Step) -> Tensor:
 def test_the_loss_is_that_of_trl(name: str, step: Step) -> None:
     values = {**TRL.defaults, **TRL_BASE, **TRL_LOSSES[name]}
     draft = TRL.translate(TRL.given(values), "cpu-1x1")
-    check_equal(draft, step, trl_loss(values, step))
+    check_equal(draft, step, trl_loss(values, step), TRL_NUMBERS[name])

@@ -151,3 +151,17 @@ def test_real_machines_are_chosen_by_kind() -> None:
     assert set(choose_machines(cluster, unnamed).nodes) == {"a", "b"}
     with pytest.raises(RunError, match="cluster=a100-80g-1x8 needs a machine with 8 GPUs"):
         choose_machines(cluster, [new, dataclasses.replace(new, node="c")])
+
+
+@pytest.mark.parametrize(
+    ("kind", "devices"),
+    [
+        ("a100", {"a100-40g", "a100-80g"}),
+        ("h200", {"h200"}),
+        ("h20", {"h20"}),
+        ("geforce-rtx-4090", {"rtx-4090"}),
+    ],
+)
+def test_names_that_begin_alike_are_different_machines(kind: str, devices: set[str]) -> None:
+    known = {"a10", "a100-40g", "a100-80g", "h20", "h200", "h100", "rtx-4090"}
+    assert {name for name in known if Machine("a", "a", 64.0, 8.0, kind).has(name)} == devices

@@ -80,8 +80,8 @@ class PeerFigures:
     """Device and kind of model -> seconds of NeMo RL's forward and training passes over those of their
     kernels: it pads packed sequences, computes logits in fp32, and swaps the reference model in."""
     pageable_gb_per_s: Mapping[str, float] = field(default_factory=dict)
-    """Device -> rate at which its weights and optimizer states go to pageable memory of the host or back,
-    while the other processes of the machine do the same. Without it, memory is pinned."""
+    """Device -> rate at which its optimizer states, and verl's weights, go to pageable memory of the host or
+    back, while the other processes of the machine do the same. Without it, that of one core's copies."""
     handover_gb_per_s: float | None = None
     """Rate at which verl hands weights to SGLang, which runs in another process: 15.2 GB in 1.2 s ("full
     apply" in a comment of 2026-07-10 on github.com/verl-project/verl/pull/6974). A whole copy of the weights

@@ -19,8 +19,9 @@ from benchmarks.planner.cost_model.comparison import (
     rows,
     seconds,
 )
-from benchmarks.planner.cost_model.weights import Update, exported_tensors, over_pcie
+from benchmarks.planner.cost_model.weights import Update, exported_tensors, unpinned
 from hflow.config.schema import GenConfig, OptimConfig
+from hflow.planner.forecast.cost.collectives import send
 from hflow.planner.forecast.cost.flops import kv_entries, work_of
 from hflow.planner.forecast.cost.generation import RolloutRequest, generate
 from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
@@ -106,7 +107,7 @@ def grpo_step(row: Row, figures: PeerFigures) -> float:
     refit = refit_seconds(row, training, generating)
     if ahead:
         return max(generation, learning) + refit
-    return generation + learning + refit + switch_seconds(trainer, figures)
+    return generation + learning + refit + switch_seconds(trainer, engine, figures)
 
 
 def refit_seconds(row: Row, training: int, generating: int) -> float:
@@ -134,10 +135,15 @@ def limit_running(engine: ReplicaCosts, length: int, utilization: float) -> Repl
     return replace(engine, config=replace(engine.config, gen=replace(engine.config.gen, max_running=running)))
 
 
-def switch_seconds(trainer: ReplicaCosts, figures: PeerFigures) -> float:
-    """Return the seconds of moving a trainer's weights and optimizer states to the host and back."""
-    held = trainer.stage_weights * trainer.itemsize + local_weights(trainer) * STATE_BYTES
-    return over_pcie(2 * held, trainer.hardware, figures)
+def switch_seconds(trainer: ReplicaCosts, engine: ReplicaCosts, figures: PeerFigures) -> float:
+    """Return the seconds of moving state to the host and back: weights are pinned, the optimizer's are not.
+
+    Sources: `offload_after_refit` and `move_optimizer` in NeMo RL's Megatron worker, `offload_to_cpu` in
+    Megatron's `param_and_grad_buffer.py`, and vLLM's sleep of level 1.
+    """
+    held = trainer.stage_weights * trainer.itemsize + engine.stage_weights * engine.weight_bytes
+    pinned = send(2 * held, trainer.hardware.host, trainer.hardware).seconds
+    return pinned + unpinned(2 * local_weights(trainer) * STATE_BYTES, trainer.hardware, figures)
 
 
 @cache
@@ -229,9 +235,9 @@ def verl_async(figures: PeerFigures) -> Iterator[Comparison]:
         num = num_parameters(model(in_turns.model))
         params, states = (num * float(row[key]) for key in ("parameter_bytes", "state_bytes"))
         device = hardware(in_turns.device)
-        updating = float(row["update"]) - over_pcie(2 * (params + states), device, figures)
+        updating = float(row["update"]) - unpinned(2 * (params + states), device, figures)
         mean = bisect(lambda x, s=in_turns: s.learning(16, x)[1], updating, in_turns.max_response)
-        switching = over_pcie(2 * (3 * params + states), device, figures)
+        switching = unpinned(2 * (3 * params + states), device, figures)
         together = in_turns.generation(16, mean, 0) + sum(in_turns.learning(16, mean)) + switching
         apart = max(ahead.generation(4, mean, 1), sum(ahead.learning(12, mean)))
         measured = float(row["in_turns"]) / float(row["ahead"])
@@ -272,7 +278,7 @@ def verl_deepseek(figures: PeerFigures) -> Iterator[Comparison]:
         mean, num_bytes = float(row["mean"]), 2 * num_parameters(model(step.model)) / gpus
         generation, (forward_pass, updates) = step.generation(gpus, mean, 0), step.learning(gpus, mean)
         # The policy goes to the host and back for generation, log-probs and training, the reference once.
-        switching = over_pcie(2 * 4 * num_bytes, hardware("h20"), figures)
+        switching = unpinned(2 * 4 * num_bytes, hardware("h20"), figures)
         whole = generation + 2 * forward_pass + updates + switching
         for name, measured, predicted in (
             ("generation", row["generation"], generation),
@@ -283,20 +289,26 @@ def verl_deepseek(figures: PeerFigures) -> Iterator[Comparison]:
 
 
 def areal(figures: PeerFigures) -> Iterator[Comparison]:
-    """Yield what steps ahead gain, at the length that explains the seconds of a step in turns."""
+    """Yield what steps ahead gain, at the length that explains the seconds of a step in turns.
+
+    In turns, engines and trainers have a half of the GPUs each, and wait for each other.
+    """
     for row in rows("areal"):
         gpus = 8 * int(row["machines"])
-        pipe = int(row["pipe"])
-        step = Step(row["model"], "h800", 512, 16, 27_000, 4, 1, "megatron", 1, pipe, host=figures.host)
+        in_turns = Step(
+            *(row["model"], "h800", 512, 16, 27_000, 4, 1, "megatron", 1, int(row["pipe_in_turns"])),
+            host=figures.host,
+        )
+        ahead = replace(in_turns, pipe=int(row["pipe_ahead"]))
 
-        def in_turns(mean: float, step: Step = step, gpus: int = gpus) -> float:
-            return step.generation(gpus, mean, 0) + sum(step.learning(gpus, mean))
+        def together(mean: float, step: Step = in_turns, half: int = gpus // 2) -> float:
+            return step.generation(half, mean, 0) + sum(step.learning(half, mean))
 
-        mean = bisect(in_turns, 3.6 * float(row["in_turns"]), step.max_response)
-        ahead = max(step.generation(gpus // 4 * 3, mean, 4), sum(step.learning(gpus // 4, mean)))
+        mean = bisect(together, 3600 * float(row["in_turns"]) / int(row["steps"]), in_turns.max_response)
+        apart = max(ahead.generation(gpus // 4 * 3, mean, 4), sum(ahead.learning(gpus // 4, mean)))
         measured = float(row["in_turns"]) / float(row["ahead"])
         name = f"{row['model']} {gpus}xh800 4 ahead: seconds in turns over those ahead"
-        yield compare("AReaL", "gain by staleness", name, "h800", measured, in_turns(mean) / ahead, row)
+        yield compare("AReaL", "gain by staleness", name, "h800", measured, together(mean) / apart, row)
 
 
 def bisect(rising: Callable[[float], float], target: float, longest: int) -> float:

@@ -20,13 +20,14 @@ from benchmarks.planner.cost_model.comparison import (
 from hflow.config.schema import ALL_LINEAR, LoraConfig
 from hflow.planner.forecast.cost.replica_costs import ReplicaCosts
 from hflow.planner.forecast.cost.training import train
-from hflow.planner.forecast.memory.parts import MicroBatch
+from hflow.planner.forecast.memory.parts import MicroBatch, largest
 from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
+from hflow.planner.plan.forecast import MemoryCategory
 from hflow.planner.plan.hardware import GIB
 from hflow.planner.plan.rows import Replica
 from hflow.shapes.layout import Layout
 from hflow.shapes.model_shape import EXPERT_TARGETS
-from hflow.training.fsdp import memory as fsdp_memory
+from hflow.training.fsdp.memory import ShardedStep, model_state
 
 HIDES_EXCHANGE = {("qwen3-235b-a22b", "h100"), ("gpt-oss-120b", "gb200")}
 """Runs whose tokens cross to experts beside another micro-batch: `moe_a2a_overlap=True` in
@@ -143,15 +144,24 @@ def _adapters(row: Row) -> LoraConfig | None:
 def _peak_gib(one: ReplicaCosts, tokens: int) -> float:
     """Return the GiB of a training step of two micro-batches, without CUDA's context and communicators.
 
-    prime-rl has weights that are not trained in fp32, as it has those that are.
+    prime-rl shards on one device as well, and has weights that are not trained in fp32, as it has those that
+    are. Its benchmark has four adapters, of which one is used; only those of experts have no gradients then.
+    As it starts no run, it makes no optimizer for them (`MAX_LORAS`, `FakeDataLoader`, `MultiLoRALinear`,
+    `MultiLoRAGroupedExperts` and `MultiLoRAOptimizer` of commit d8f290ef). It weights the outputs of experts
+    in fp32, as the family of Mixtral does (`MoE.forward`).
     """
     workers = tuple(range(one.layout.world))
     replica = Replica("m", "m", "train", "torch", one.layout, ("all",), workers, workers, dtype="bf16")
-    rank = Rank(replica, one.shape, one.config, 0, True, False)
-    batch = MicroBatch(tokens, tokens, 2, False)
-    items = fsdp_memory.model_state(rank) + fsdp_memory.train_step(rank, batch)
-    frozen = (FP32_BYTES - rank.width) * rank.sizes.total_shard if rank.adapts else 0
-    return (items.total() + frozen) / GIB
+    shape = one.shape if one.shape.experts is None else replace(one.shape, family="mixtral")
+    rank = Rank(replica, shape, one.config, 0, True, False)
+    items = model_state(rank)
+    items += largest(ShardedStep(rank, MicroBatch(tokens, tokens, 2, False)).train_moments())
+    num_bytes = items.total()
+    if rank.adapts:
+        unused = 3 * (1 if one.shape.experts else 2) * FP32_BYTES * rank.trained.total_shard
+        states = sum(size for key, size in items.items() if key.category is MemoryCategory.OPTIMIZER)
+        num_bytes += (FP32_BYTES - rank.width) * rank.sizes.total_shard + unused - states
+    return num_bytes / GIB
 
 
 def automodel(figures: PeerFigures) -> Iterator[Comparison]:

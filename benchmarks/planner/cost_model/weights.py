@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.planner.cost_model.comparison import (
     MACHINE,
@@ -24,6 +24,10 @@ from hflow.planner.plan.hardware import Hardware
 from hflow.planner.plan.rows import WeightRoute
 from hflow.shapes.layout import Layout
 from hflow.shapes.model_shape import ModelShape
+
+OTHER_ROADS = "weight sync, other roads"
+"""Updates by whole copies that another process gets over HTTP, or by a call for each tensor, which no plan of
+hflow has."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class Update:
     @property
     def hardware(self) -> Hardware:
         """Devices and links, with the rates of updates."""
-        return hardware(self.device).of_updates
+        return without_checksums(self.device).of_updates
 
     @property
     def calls(self) -> float:
@@ -83,6 +87,13 @@ class Update:
         return sending, seconds(parts) - sending
 
 
+def without_checksums(device: str) -> Hardware:
+    """Return devices and links of programs that do not sum the weights they send."""
+    one = hardware(device)
+    transfers = replace(one.calibration.transfers, checksum_gb_per_s=None)
+    return replace(one, calibration=replace(one.calibration, transfers=transfers))
+
+
 def weight_sync(figures: PeerFigures) -> Iterator[Comparison]:
     """Yield updates of engines that have GPUs of their own, and of those next to a copy on the host."""
     for row in rows("weight_sync"):
@@ -95,19 +106,24 @@ def weight_sync(figures: PeerFigures) -> Iterator[Comparison]:
             "host": from_hosts,
             "shards": in_shards,
             "colocated": colocated,
+            "handles": colocated,
         }[row["path"]]
         name = (
             f"{row['source']} {row['model']} to {row['generate_gpus']}x{row['device']} t{row['engine_gpus']} "
             f"{row['path']}"
         )
         spent = path(row, figures)
-        yield compare(row["source"], "weight sync", name, row["device"], float(row["seconds"]), spent, row)
+        topic = OTHER_ROADS if row["path"] in ("engine", "one by one", "handles") else "weight sync"
+        yield compare(row["source"], topic, name, row["device"], float(row["seconds"]), spent, row)
 
 
-def over_pcie(num_bytes: float, hardware: Hardware, figures: PeerFigures) -> float:
-    """Return the seconds of copying state of a device to the host, or back."""
-    rate = figures.pageable_gb_per_s.get(hardware.device.name)
-    return send(num_bytes, hardware.host, hardware).seconds if rate is None else num_bytes / (rate * 1e9)
+def unpinned(num_bytes: float, hardware: Hardware, figures: PeerFigures) -> float:
+    """Return the seconds of copying state of a device to memory of the host that is not pinned, or back.
+
+    A core of the host copies it, as it copies weights into the object store.
+    """
+    store = hardware.calibration.transfers.store_gb_per_s
+    return num_bytes / (figures.pageable_gb_per_s.get(hardware.device.name, store) * 1e9)
 
 
 def from_one_rank(row: Row, figures: PeerFigures) -> float:
@@ -117,7 +133,7 @@ def from_one_rank(row: Row, figures: PeerFigures) -> float:
     """
     update = Update.of(row)
     held = float(row["host_copies"]) * update.gathered_bytes / update.trainers
-    copying = over_pcie(held, update.hardware, figures) if held else 0.0
+    copying = unpinned(held, update.hardware, figures) if held else 0.0
     sending, loading = update.from_one_port()
     return max(copying + update.gather(), sending) + loading
 
@@ -163,7 +179,7 @@ def through_host(row: Row, figures: PeerFigures) -> float:
 def from_hosts(row: Row, figures: PeerFigures) -> float:
     """Return the seconds in which every rank loads a part from its host and sends it to all others."""
     receivers = int(row["generate_gpus"])
-    engine = costs("qwen3-8b", hardware(row["device"]), Layout(receivers), "vllm")
+    engine = costs("qwen3-8b", without_checksums(row["device"]), Layout(receivers), "vllm")
     machines, num_bytes = -(-receivers // 8), 1e9 * float(row["gigabytes"])
     whole = route(num_bytes, receivers, (machines - 1) / machines)
     loading = _loaded(row, whole, engine, receivers)
@@ -173,7 +189,7 @@ def from_hosts(row: Row, figures: PeerFigures) -> float:
 def in_shards(row: Row, figures: PeerFigures) -> float:
     """Return the seconds in which engine ranks receive their own parts, from all of the trainer's ranks."""
     receivers, t = int(row["generate_gpus"]), int(row["engine_gpus"])
-    engine = costs("qwen3-8b", hardware(row["device"]), Layout(receivers // t, t), "vllm")
+    engine = costs("qwen3-8b", without_checksums(row["device"]), Layout(receivers // t, t), "vllm")
     moved = route(1e9 * float(row["gigabytes"]), receivers // t, 1.0)
     return _loaded(row, moved, engine, int(row["train_gpus"]))
 
@@ -181,7 +197,7 @@ def in_shards(row: Row, figures: PeerFigures) -> float:
 def colocated(row: Row, figures: PeerFigures) -> float:
     """Return the seconds in which all ranks gather whole tensors for the engines on their devices."""
     gpus, t = int(row["generate_gpus"]), int(row["engine_gpus"])
-    engine = costs(row["model"], hardware(row["device"]), Layout(gpus // t, t), "vllm")
+    engine = costs(row["model"], without_checksums(row["device"]), Layout(gpus // t, t), "vllm")
     gathered = WeightRoute("m", "m@train", "m@gen", "gather", near="ipc")
     ranks, num = spread(gpus, 1), int(row["tensors"])
     return seconds(load_weights(gathered, engine, ranks, engine.hardware.inter, gpus, num_tensors=num))

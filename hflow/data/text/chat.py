@@ -14,8 +14,6 @@ from functools import cached_property
 from os.path import commonprefix
 from typing import Any
 
-from jinja2 import TemplateSyntaxError
-
 from hflow.base.errors import BackendError, DataError, nearest, shorten
 from hflow.data.text.messages import content_parts, image_urls
 from hflow.types.image import ProcessedImage
@@ -99,6 +97,8 @@ def template_problem(render: Callable[[list[dict[str, Any]]], str]) -> str | Non
     Args:
         render: applies the template to messages.
     """
+    from jinja2 import TemplateSyntaxError
+
     constant = None
     for pair in zip(_probes("one"), _probes("two"), strict=True):
         try:

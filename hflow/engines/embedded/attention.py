@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from hflow.engines.embedded.cache import CachedAttention, KVCache
-from hflow.models.attention_kernels import CAUSAL, Reach
+from hflow.models.attention_kernels import CAUSAL, Reach, StoredHeads
 from hflow.models.packed_attention import PackedLayout, reach_of
 from hflow.models.packed_attention import attend as attend_packed
 
@@ -46,6 +46,12 @@ class PackedStep:
     """Rows of the entering prompts, after the B decoding rows."""
     prompts: PackedLayout | None = None
     """Layout of the entering prompts, counted from the first of their rows; None if there are none."""
+
+    def stored_heads(self, layer: int) -> StoredHeads | None:
+        """Return the places of a layer's keys and values; None if they are not those of the first rows."""
+        if self.stored_rows is not None:
+            return None
+        return StoredHeads(*self.cache.layer(layer), self.stored_blocks, self.stored_offsets)
 
 
 def attend(
@@ -92,6 +98,7 @@ def attend_rows(
     values: Tensor,
     scale: float,
     reach: Reach = CAUSAL,
+    is_stored: bool = False,
 ) -> Tensor:
     """Store the keys and values of one layer in the cache, and attend.
 
@@ -103,11 +110,13 @@ def attend_rows(
         values: the values, as `keys`; of another size in latent attention.
         scale: factor of the scores.
         reach: what a query attends to.
+        is_stored: whether keys and values are in the cache already.
 
     Returns:
         `[rows, heads, head_dim]`, 0 in rows that only fill up.
     """
-    _store(step, layer, keys, values)
+    if not is_stored:
+        _store(step, layer, keys, values)
     first, last = step.num_decoding, step.num_decoding + step.num_prompt_rows
     if first == len(queries):
         return _decode(step, layer, queries, scale, reach)

@@ -22,6 +22,7 @@ from hflow.data.batches.device_copy import to_device
 from hflow.engines.embedded.attention import PackedStep
 from hflow.engines.embedded.cache import padded_length
 from hflow.engines.embedded.dense_decoder import DenseDecoder
+from hflow.engines.embedded.memory import graph_rows
 from hflow.engines.embedded.pages import PAGE_TOKENS, PageAttention, PagedCache
 
 Ints = npt.NDArray[np.int64]
@@ -30,17 +31,6 @@ Replay = Callable[[], None]
 """Runs captured work again, on the tensors that it was captured with."""
 Capture = Callable[[Callable[[], None]], Replay]
 """Captures the kernels that a function launches."""
-
-_ROWS_STEP = 32
-"""Beyond this, numbers of rows are multiples of it."""
-_FEWEST_ROWS = (4, 8, 16)
-
-
-def graph_rows(max_running: int) -> tuple[int, ...]:
-    """Return the numbers of rows that have a graph: 4, 8, 16, multiples of 32, and the largest."""
-    multiples = range(_ROWS_STEP, max_running, _ROWS_STEP)
-    smaller = [rows for rows in (*_FEWEST_ROWS, *multiples) if rows < max_running]
-    return (*smaller, max(max_running, _FEWEST_ROWS[0]))
 
 
 @dataclass(frozen=True)
@@ -83,6 +73,10 @@ class DecodeGraphs:
         self._capture = capture
         self._graphs: dict[int, _Graph] = {}
         self._addresses: tuple[int, int] | None = None
+
+    def drop(self) -> None:
+        """Free the memory of graphs, which read a cache that is gone."""
+        self._graphs.clear()
 
     def logits(self, last_ids: Ints, positions: Ints) -> Tensor:
         """Run a step, which stores its keys and values in the cache.

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from hflow.engines.embedded.attention import PackedStep, attend_rows
+from hflow.models.attention_kernels import StoredHeads, triton_kernels
 
 ARRANGED_AFTER = 5
 """Decode steps after which matrices are arranged. That takes as long as about five steps save."""
@@ -186,18 +187,22 @@ def _whole(parts: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((sum(len(part) for part in parts), *first.shape[1:]), first.stride())
 
 
-class _Norm(NamedTuple):
+class Norm(NamedTuple):
     """Root-mean-square normalisation of the last axis, in fp32 as transformers does it."""
 
     weight: Tensor
     eps: Tensor
 
     @classmethod
-    def of(cls, module: Any) -> _Norm:
+    def of(cls, module: Any) -> Norm:
+        """Return the norm of a module of transformers."""
         return cls(module.weight, torch.tensor(module.variance_epsilon, device=module.weight.device))
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return `weight * x / sqrt(mean(x^2) + eps)`."""
+        if (kernels := triton_kernels(x.device)) is not None:
+            normed: Tensor = kernels.rms_norm(x, self.weight, self.eps)
+            return normed
         wide = x.float()
         length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         scale = torch.addcmul(self.eps, length, length, value=1 / x.shape[-1]).rsqrt_()
@@ -208,27 +213,43 @@ class _Projections(NamedTuple):
     """Parameters that make queries, keys and values."""
 
     joined: _JoinedLinear
-    q_norm: _Norm | None
-    k_norm: _Norm | None
+    norms: tuple[Norm, Norm] | None
+    """The norms of queries and of keys, which have one eps."""
 
-    def __call__(self, x: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-        """Return queries and keys `[R, H + K, d]`, and values `[R, K, d]`, columns of one tensor."""
-        num_q, num_k, num_v = (size // head_dim for size in self.joined.sizes)
+    def __call__(
+        self, x: Tensor, head_dim: int, cos: Tensor, sin: Tensor, stored: StoredHeads | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries `[R, H, d]`, and keys and values `[R, K, d]`.
+
+        Args:
+            x: `[R, D]`.
+            head_dim: d.
+            cos: cosines `[R, 1, d]`.
+            sin: sines, as `rotated` takes them.
+            stored: where Triton's kernel stores keys and values; None if they are stored later.
+        """
+        sizes = [size // head_dim for size in self.joined.sizes]
         heads = self.joined(x).view(x.shape[0], -1, head_dim)
-        rotated, values = heads.split((num_q + num_k, num_v), dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            queries, keys = rotated.split((num_q, num_k), dim=1)
-            rotated = torch.cat((self.q_norm(queries), self.k_norm(keys)), dim=1)
-        return rotated, values
+        queries, keys, values = heads.split(sizes, dim=1)
+        both, norms = heads[:, : -sizes[2]], None
+        if (kernels := triton_kernels(x.device)) is not None:
+            if self.norms is not None:
+                norms = *(norm.weight for norm in self.norms), self.norms[0].eps
+            kernels.rotate_heads(heads, sizes[1], cos, sin, norms, stored)
+            return queries, keys, values
+        if self.norms is not None:
+            both = torch.cat((self.norms[0](queries), self.norms[1](keys)), dim=1)
+        queries, keys = rotated(both, cos, sin).split(sizes[:2], dim=1)
+        return queries, keys, values
 
 
 class _Layer(NamedTuple):
     """Parameters of one layer."""
 
-    input_norm: _Norm
+    input_norm: Norm
     projections: _Projections
     o: _Linear
-    mlp_norm: _Norm
+    mlp_norm: Norm
     gate_up: _JoinedLinear
     down: _Linear
 
@@ -247,12 +268,11 @@ class DenseDecoder:
         self._embedding: Tensor = body.embed_tokens.weight
         self._rotary_of: Any = body.rotary_emb
         self._layers = [_layer(layer) for layer in body.layers]
-        self._norm, self._head = _Norm.of(body.norm), _Linear.of(causal_lm.lm_head)
+        self._norm, self._head = Norm.of(body.norm), _Linear.of(causal_lm.lm_head)
         attention = body.layers[0].self_attn
         self._head_dim, self._scaling = int(attention.head_dim), float(attention.scaling)
-        self._num_heads = attention.q_proj.out_features // self._head_dim
         self._cos = self._sin = torch.empty(0)
-        """The rotary table: `[positions, 1, d]` each, see `_rotated`."""
+        """The rotary table: `[positions, 1, d]` each, see `rotated`."""
         self._num_decoded = 0
         """Decode steps with these weights."""
         self._can_arrange = can_arrange(self._embedding)
@@ -305,13 +325,13 @@ class DenseDecoder:
         """
         hidden = self._embedding.index_select(0, input_ids)
         cos, sin = self._rotary(positions, hidden, step.max_length)
+        has_kernels = triton_kernels(hidden.device) is not None
         for index, layer in enumerate(self._layers):
-            heads, values = layer.projections(layer.input_norm(hidden), self._head_dim)
-            heads = _rotated(heads, cos, sin)
-            queries, keys = heads[:, : self._num_heads], heads[:, self._num_heads :]
-            attended = attend_rows(step, index, queries, keys, values, self._scaling)
+            stored = step.stored_heads(index) if has_kernels else None
+            heads = layer.projections(layer.input_norm(hidden), self._head_dim, cos, sin, stored)
+            attended = attend_rows(step, index, *heads, self._scaling, is_stored=stored is not None)
             layer.o.add_to(hidden, attended.flatten(1))
-            layer.down.add_to(hidden, _gated(layer.gate_up(layer.mlp_norm(hidden))))
+            layer.down.add_to(hidden, gated(layer.gate_up(layer.mlp_norm(hidden))))
         return hidden
 
     def _rotary(self, positions: Tensor, hidden: Tensor, max_length: int) -> tuple[Tensor, Tensor]:
@@ -325,30 +345,32 @@ class DenseDecoder:
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
 
-def _gated(joined: Tensor) -> Tensor:
+def gated(joined: Tensor) -> Tensor:
     """Return `silu(gate) * up` of both `[R, 2 F]`, in place. The caller does not hold them any longer."""
+    if (kernels := triton_kernels(joined.device)) is not None:
+        gated: Tensor = kernels.gate(joined)
+        return gated
     gate, up = joined.chunk(2, dim=1)
     return silu(gate, inplace=True).mul_(up)
 
 
 def _layer(layer: Any) -> _Layer:
     attention = layer.self_attn
-    q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+    has_norms = hasattr(attention, "q_norm")
     projections, gate_up = (_JoinedLinear.of(linears) for linears in _joined_layers(layer))
     return _Layer(
-        input_norm=_Norm.of(layer.input_layernorm),
+        input_norm=Norm.of(layer.input_layernorm),
         projections=_Projections(
             joined=projections,
-            q_norm=None if q_norm is None else _Norm.of(q_norm),
-            k_norm=None if k_norm is None else _Norm.of(k_norm),
+            norms=(Norm.of(attention.q_norm), Norm.of(attention.k_norm)) if has_norms else None,
         ),
         o=_Linear.of(attention.o_proj),
-        mlp_norm=_Norm.of(layer.post_attention_layernorm),
+        mlp_norm=Norm.of(layer.post_attention_layernorm),
         gate_up=gate_up,
         down=_Linear.of(layer.mlp.down_proj),
     )
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate pairs (i, i + d/2) of each head (Su et al. 2021): `[R, heads, d]`."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)

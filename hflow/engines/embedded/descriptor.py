@@ -78,6 +78,7 @@ ENGINE = EngineKind(
     traits=BackendTraits(
         sharded_over_data="nothing",
         captured_families=DENSE_FAMILIES,
+        logit_passes=2,  # the product writes them, and `decode_kernels` reads them
         records=(ROUTED_EXPERTS, SAMPLING_MASK),
         shares_base=True,
     ),

@@ -22,10 +22,11 @@ from hflow.base.devices import has_cuda_api
 from hflow.base.errors import BackendError, ConfigError, nearest
 from hflow.engines.embedded.attention import PackedStep
 from hflow.engines.embedded.cache import Ints, KVCache, SlotCache
-from hflow.engines.embedded.decode_graphs import DecodeGraphs, cuda_capture, graph_rows
+from hflow.engines.embedded.decode_graphs import DecodeGraphs, cuda_capture
 from hflow.engines.embedded.dense_decoder import DenseDecoder
 from hflow.engines.embedded.expert_recorder import ExpertRecorder
 from hflow.engines.embedded.families import THROUGH_MODULES, own_forward_objection
+from hflow.engines.embedded.memory import graph_rows
 from hflow.engines.embedded.module import (
     CommonParameters,
     FreedParameters,
@@ -274,6 +275,8 @@ class EmbeddedEngine(GenerationEngine):
         if not self._is_accelerated:
             return
         self._cache.drop()
+        if self._graphs is not None:
+            self._graphs.drop()
         own = () if self._shares_weights else adapter_weights(self._module).values()
         self._freed = FreedParameters(own, keep or self._has_adapters)
         self._base.release(keep or self._has_adapters)

@@ -10,6 +10,7 @@ import math
 
 from hflow.planner.forecast.memory import activations, parts
 from hflow.planner.forecast.memory.parts import (
+    GRAPH_BYTES,
     MEMORY_BUDGET,
     PREFILL_TOKENS,
     EngineLoad,
@@ -21,6 +22,7 @@ from hflow.planner.forecast.memory.parts import (
 from hflow.planner.forecast.memory.rank import FP32_BYTES, Rank
 from hflow.planner.plan.forecast import MemoryCategory
 from hflow.planner.plan.hardware import GIB
+from hflow.planner.plan.traits import traits
 
 LENGTH_STEP = 16
 """Slot lengths are multiples of this (`engines/embedded/cache.py`)."""
@@ -29,10 +31,11 @@ PAGE_TOKENS = 16
 SAMPLING_BYTES = 24
 """Bytes that sampling needs for each logit, beyond the logit: log-probs and probabilities in fp32, cumulative
 sums and their input in fp64."""
-
-
 MIN_ARRANGED = 1 << 18
 """Elements of a matrix from which on a CPU keeps an arranged copy (`engines/embedded/dense_decoder.py`)."""
+_ROWS_STEP = 32
+"""Beyond this, numbers of rows of captured steps are multiples of it."""
+_FEWEST_ROWS = (4, 8, 16)
 
 
 def cache_bytes(rank: Rank, load: EngineLoad, capacity: int, used: int) -> int:
@@ -79,6 +82,7 @@ def decode_step(rank: Rank, load: EngineLoad) -> Items:
 
     It is at the prefill, at the logits, or on a CPU at the growth of a layer's cache, or at the attention
     scores in fp32. A cache of pages may be full, and sequences are prefilled again with the tokens they have.
+    Captured steps are there until the engine sleeps.
     """
     most = min(max(PREFILL_TOKENS, load.longest), load.num_running * load.longest)
     prefill = activations.layer_without_gradient(rank, load.prefill if rank.on_cpu else most, pads=True)
@@ -98,7 +102,8 @@ def decode_step(rank: Rank, load: EngineLoad) -> Items:
         moments.append(item(MemoryCategory.LOGITS, logits + activations.reordered_output(rank)))
     features = activations.image_features(rank, load.image_tokens)
     copies = item(MemoryCategory.WEIGHTS, arranged_weights(rank), "arranged weights")
-    return largest(moments) + item(MemoryCategory.ACTIVATIONS, features, "embeddings of images") + copies
+    features_held = item(MemoryCategory.ACTIVATIONS, features, "embeddings of images")
+    return largest(moments) + features_held + copies + captured_steps(rank)
 
 
 def arranged_weights(rank: Rank) -> int:
@@ -124,6 +129,25 @@ def layer_being_loaded(rank: Rank, num_parts: int) -> Items:
 def process_state(rank: Rank, overhead: int) -> Items:
     """Return nothing: the engine is in the process of its worker."""
     return Items()
+
+
+def captured_steps(rank: Rank) -> Items:
+    """Return the memory of captured decode steps: kernels, results, and what they compute in between."""
+    captures = traits(rank.replica.backend).captures(rank.shape.family, rank.config.lora is not None)
+    if rank.on_cpu or not captures or not rank.config.gen.cuda_graphs:
+        return Items()
+    rows = graph_rows(rank.config.gen.max_running)
+    kernels = len(rows) * rank.shape.num_layers * GRAPH_BYTES
+    results = sum(rows) * rank.shape.hidden * rank.width
+    between = activations.layer_without_gradient(rank, rows[-1], pads=False)
+    return item(MemoryCategory.RUNTIME, kernels + results + between, "CUDA graphs")
+
+
+def graph_rows(max_running: int) -> tuple[int, ...]:
+    """Return the numbers of rows that have a graph: 4, 8, 16, multiples of 32, and the largest."""
+    multiples = range(_ROWS_STEP, max_running, _ROWS_STEP)
+    smaller = [rows for rows in (*_FEWEST_ROWS, *multiples) if rows < max_running]
+    return (*smaller, max(max_running, _FEWEST_ROWS[0]))
 
 
 def max_sequences(rank: Rank, cache: int, length: float) -> int | None:

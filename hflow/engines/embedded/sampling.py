@@ -23,6 +23,7 @@ from torch import Tensor
 
 from hflow.data.batches.device_copy import to_device
 from hflow.engines.interface import SamplingParams
+from hflow.models.attention_kernels import triton_kernels
 from hflow.models.seeds import seed_words, uniforms
 from hflow.types.sampling_mask import SAMPLING_MASK, pack_ids
 
@@ -119,6 +120,10 @@ def draw(
         positions: int64 `[S]`, index of the token to draw in its sequence.
         forced: int64 `[S]`, tokens to use in place of drawn ones; None to draw.
     """
+    if forced is None and rows.top_k is None and (kernels := triton_kernels(logits.device)) is not None:
+        uniform = to_device(torch.from_numpy(uniforms(rows.words, positions)), logits.device)
+        values = kernels.draw_tokens(logits, uniform, rows.temperature, rows.greedy)
+        return Drawn(values.cpu(), [b""] * len(rows.words))  # waits: once per decode step
     logits = logits.float() if rows.temperature is None else logits.float() / rows.temperature
     logprobs = torch.log_softmax(logits, dim=-1)
     drawn = _draw_ranked(logprobs, rows, positions, forced)

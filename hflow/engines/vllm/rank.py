@@ -12,10 +12,12 @@ import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import cloudpickle
 from torch import Tensor, nn
+from torch.nn.functional import linear, silu
 from typing_extensions import override
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.distributed.weight_transfer.base import (
@@ -28,6 +30,7 @@ from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
 from vllm.model_executor.layers import utils
+from vllm.model_executor.layers.activation import SwigluOAIAndMul
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
@@ -47,18 +50,21 @@ from hflow.engines.vllm.hf_mapping import (
     held_tensors,
     packed_modules,
 )
+from hflow.engines.vllm.launch_options import SWIGLU
 from hflow.engines.vllm.quantized_layers import QuantizedLayers
 from hflow.models.expert_tensors import file_tensors
 from hflow.models.host_copy import HostCopies
 from hflow.models.nf4 import is_rounded, rounded
 from hflow.processes.cores import bind_to_socket
-from hflow.types.tensor_slices import Block
+from hflow.types.tensor_slices import Block, box_slices
 from hflow.weights.adapters import MergedWeights
 from hflow.weights.incoming import IncomingWeights
 from hflow.weights.loading import HeldBoxes, LoadedWeights, load_verified
 
 TRANSFER_BACKEND = "hflow"
 ADAPTER_BACKEND = "hflow-adapters"
+_IN_PLACE = ("gpt_oss",)
+"""Families whose weights are copied to parameters, as vLLM's loaders do only when it starts."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -99,6 +105,7 @@ class HflowWeightTransfer(WeightTransferEngine[_InitInfo, _UpdateInfo]):
         super().__init__(*arguments)
         self._held = held_tensors(self.model)
         self._quantized = QuantizedLayers(self.model, self._blocks_of)
+        self._is_in_place = family_of(self.model) in _IN_PLACE
         self.outcome = Outcome()
 
     def init_transfer_engine(self, init_info: _InitInfo) -> None:
@@ -107,7 +114,8 @@ class HflowWeightTransfer(WeightTransferEngine[_InitInfo, _UpdateInfo]):
     def start_weight_update(self) -> None:
         """Prepare the model's loaders."""
         self._quantized.start()
-        initialize_layerwise_reload(self.model)
+        if not self._is_in_place:
+            initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive, load and check all weights of a version."""
@@ -137,6 +145,11 @@ class HflowWeightTransfer(WeightTransferEngine[_InitInfo, _UpdateInfo]):
     def _load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         model: Any = self.model
         pairs, family = checked(weights, self._held), family_of(model)
+        if self._is_in_place:
+            for name, tensor in pairs:
+                held = self._held[name]
+                held.values.detach().copy_(tensor[box_slices(held.box)])
+            return
         model.load_weights(
             pair for name, tensor in pairs for pair in file_tensors(family, {name: tensor}).items()
         )
@@ -144,6 +157,8 @@ class HflowWeightTransfer(WeightTransferEngine[_InitInfo, _UpdateInfo]):
 
     def _finish(self) -> None:
         """Copy what was loaded into the model's parameters."""
+        if self._is_in_place:
+            return
         finalize: Any = finalize_layerwise_reload
         finalize(self.model, self.model_config)
 
@@ -222,13 +237,16 @@ class RankExtension:
         return sorted(module.layer_id for module in modules if isinstance(module, MoERunner))
 
 
+_SWIGLU: Any = SimpleNamespace(alpha=SWIGLU["swiglu_alpha"], limit=SWIGLU["swiglu_limit"])
+
+
 def _use_weights_in_place(layer: Any, remove_weight: bool) -> None:
     """Multiply with a layer's parameter itself.
 
     Replaces vLLM's choice of a kernel on a CPU, whose kernels pack a copy of the weights and delete the
     parameter, so that new weights could neither be written to it nor be compared with it.
     """
-    layer.cpu_linear = nn.functional.linear
+    layer.cpu_linear = linear
 
 
 class _ExpertsInPlace(CPUUnquantizedExperts):
@@ -265,12 +283,18 @@ class _ExpertsInPlace(CPUUnquantizedExperts):
             topk_ids: the experts' numbers.
             activation: the gates' activation.
         """
-        assert activation == MoEActivation.SILU
+        assert activation in (MoEActivation.SILU, MoEActivation.SWIGLUOAI)
         output.zero_()
         for expert in topk_ids.unique().tolist():
             tokens, places = (topk_ids == expert).nonzero(as_tuple=True)
-            gates, ups = (hidden_states[tokens] @ w1[expert].T).chunk(2, dim=-1)
-            rows = (nn.functional.silu(gates) * ups) @ w2[expert].T
+            first, second = (None if x is None else x[expert] for x in (self.w1_bias, self.w2_bias))
+            gates_and_ups = linear(hidden_states[tokens], w1[expert], first)
+            if activation == MoEActivation.SILU:
+                gates, ups = gates_and_ups.chunk(2, dim=-1)
+                activated = silu(gates) * ups
+            else:
+                activated = SwigluOAIAndMul.forward_native(_SWIGLU, gates_and_ups)
+            rows = linear(activated, w2[expert], second)
             weights = topk_weights[tokens, places, None].to(rows.dtype)
             output.index_add_(0, tokens, rows * weights)
 

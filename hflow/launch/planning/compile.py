@@ -6,10 +6,11 @@ Compiles a recipe and its configuration, or a plan file, to a checked graph and 
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from hflow.launch.planning.plan_file import FORMAT, read_plan_file, recipe_file
 from hflow.launch.planning.read_recipe import ReadRecipe, RecipeReader, options_of
 from hflow.launch.planning.replaced import replaced_warnings
 from hflow.launch.planning.request import LearnedFromRun, plan_request
+from hflow.launch.planning.this_machine import fewer_workers
 from hflow.models.hub import is_pinning
 from hflow.observer import Observer
 from hflow.planner.checks.settings import check_unused_keys
@@ -113,16 +115,6 @@ class Compiled:
     """The recipe's functions that choose rows, by name."""
 
 
-def check(recipe: str | Path | Recipe, overrides: Sequence[str] = ()) -> Graph:
-    """Read a recipe and its configuration, and return its checked graph.
-
-    Raises:
-        RecipeError: for an error in the recipe.
-        ConfigError: for an unknown key, or a value that does not fit.
-    """
-    return RecipeReader(recipe).read(overrides).graph
-
-
 def plan(recipe: str | Path | Recipe, overrides: Sequence[str] = ()) -> Plan:
     """Return the plan of a recipe.
 
@@ -209,9 +201,47 @@ def compile_read(
 ) -> Compiled:
     """Compile a recipe that has been read, as `compile_recipe`; past `searches` are not repeated.
 
+    With `placement=auto`, the cores of this machine become the workers with which a step is shortest, of one
+    core or of several.
+
     Raises:
         HflowError: for the reasons of `plan`.
     """
+    compiled_read = partial(
+        _compile_read,
+        engines=engines or {},
+        candidates=candidates,
+        backend=backend,
+        with_limits=with_limits,
+        searches=searches or PastSearches(simulated_period),
+    )
+    if read.config.placement != AUTO or not read.is_here or read.is_decided:
+        return compiled_read(read)
+    found, problems = [], []
+    for config in (read.config, *fewer_workers(read.config)):
+        try:
+            found.append(compiled_read(replace(read, config=config)))
+        except PlanError as problem:  # such as a model that needs the memory of two workers
+            problems.append(problem)
+    if not found:
+        raise problems[0]
+    return min(found, key=_step_seconds)
+
+
+def _step_seconds(compiled: Compiled) -> float:
+    period = compiled.plan.forecast.period
+    return math.inf if period is None else period.seconds
+
+
+def _compile_read(
+    read: ReadRecipe,
+    *,
+    engines: Mapping[str, str],
+    candidates: tuple[Candidate, ...],
+    backend: str,
+    with_limits: bool,
+    searches: PastSearches,
+) -> Compiled:
     config, graph, recipe = read.config, read.graph, read.path
     replaced: tuple[str, ...] = ()
     if not read.is_decided:
@@ -221,9 +251,7 @@ def compile_read(
 
     def requested(config: RunConfig) -> PlanRequest:
         request = plan_request(config, graph, recipe, learn)
-        return replace(
-            request, engines=engines or {}, warnings=(*request.warnings, *read.warnings, *replaced)
-        )
+        return replace(request, engines=engines, warnings=(*request.warnings, *read.warnings, *replaced))
 
     request = requested(config)
     check_unused_keys(graph, request)
@@ -232,7 +260,7 @@ def compile_read(
     if free:
         placement = None if config.placement == AUTO else config.placement
         searched = replace(request, placement=placement, free=free)
-        found = _search(searches or PastSearches(simulated_period), graph, searched)
+        found = _search(searches, graph, searched)
         if found is not None:
             if PLACEMENT in free:
                 candidates = found.candidates

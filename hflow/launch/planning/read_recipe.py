@@ -25,7 +25,7 @@ from hflow.launch.planning.models import (
     with_bases,
 )
 from hflow.launch.planning.services import check_services
-from hflow.launch.planning.this_machine import with_this_machine
+from hflow.launch.planning.this_machine import HERE, with_this_machine
 from hflow.launch.running.shown_metrics import check_metric_names
 from hflow.launch.running.trackers import check_trackers
 from hflow.models.hub import pinned_path
@@ -52,6 +52,18 @@ class ReadRecipe:
     """Whether the configuration was given as a whole, so that nothing is left to choose."""
     warnings: tuple[str, ...] = ()
     """What overrides replace besides the keys that they name."""
+    is_here: bool = False
+    """Whether the cluster was configured as this machine."""
+
+
+def check(recipe: str | Path | Recipe, overrides: Sequence[str] = ()) -> Graph:
+    """Read a recipe and its configuration, and return its checked graph.
+
+    Raises:
+        RecipeError: for an error in the recipe.
+        ConfigError: for an unknown key, or a value that does not fit.
+    """
+    return RecipeReader(recipe).read(overrides).graph
 
 
 class RecipeReader:
@@ -86,6 +98,7 @@ class RecipeReader:
         is_decided, set_keys, warnings = config is not None, frozenset[str](), tuple[str, ...]()
         if config is None:
             config, set_keys = self._configs.load(overrides)
+        is_here = config.cluster == HERE
         if is_decided:
             config, unreached = with_pinned_models(config)
         else:
@@ -112,6 +125,7 @@ class RecipeReader:
             self._configs,
             is_decided,
             warnings,
+            is_here,
         )
 
 

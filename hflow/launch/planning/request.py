@@ -211,8 +211,11 @@ def _known(cls: type[T], kind: HardwareKind, recipe: str | Path) -> dict[str, T]
 def _cores(config: RunConfig, cluster: ClusterSpec) -> tuple[int, ...]:
     """Return the number of cores of each device of a machine."""
     cores, num_devices = config.cores or (), cluster.devices_per_node
-    if config.workers in ONE_PROCESS:
-        raise ConfigError("cores binds worker processes, but workers=inproc has none; remove cores")
+    if config.workers in ONE_PROCESS and num_devices > 1:
+        raise ConfigError(
+            f"cores gives each of {num_devices} devices cores of its own, but workers={config.workers} "
+            "computes them in turn; set cluster=cpu-1x1, or workers=ray"
+        )
     if not cores or min(cores) < 1 or len(cores) not in (1, num_devices):
         raise ConfigError(
             f"cores is {list(cores)}; give the number of cores of each of a machine's {num_devices} devices, "

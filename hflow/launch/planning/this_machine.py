@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from hflow.base.errors import ConfigError
-from hflow.base.machine_gpus import Gpu, read_gpus
+from hflow.base.machine_gpus import Gpu, visible_gpus
 from hflow.base.machine_memory import machine_memory
 from hflow.config import RunConfig
 from hflow.config.schema import ONE_PROCESS
@@ -24,6 +24,8 @@ FREE_SHARE = 0.1
 """Part of a machine's memory that is left to its other programs, Ray's among them."""
 SAME_MEMORY = 0.05
 """Share by which a GPU's memory may differ from that of the data sheet before its own is used."""
+_IN_ALL_NAMES = re.compile(r"nvidia|tesla|geforce|amd|instinct|sxm\d*|oam|ac|hbm\d\w*")
+"""Words of a product that no other GPU has instead: makers, sockets, cooling and kinds of memory."""
 
 
 def with_this_machine(config: RunConfig, recipe: str | Path) -> RunConfig:
@@ -45,6 +47,24 @@ def with_this_machine(config: RunConfig, recipe: str | Path) -> RunConfig:
     return replace(config, cluster=f"cpu-1x{num}", device_memory_gib=config.device_memory_gib or memory)
 
 
+def fewer_workers(config: RunConfig) -> Iterator[RunConfig]:
+    """Yield a configuration's CPU cluster of this machine with fewer workers, each with more of its cores.
+
+    Nothing where the cores of workers are set. If workers are in one process, they cannot be fewer, but the
+    process gets all cores.
+    """
+    kind, _, num = config.cluster.rpartition("-1x")
+    if kind != "cpu" or config.cores is not None:
+        return
+    memory = (config.device_memory_gib or 0.0) * int(num)
+    for workers in range(int(num), 0, -1):
+        cores = len(os.sched_getaffinity(0)) // workers
+        if int(num) % workers == 0 and cores > 1:
+            yield replace(
+                config, cluster=f"cpu-1x{workers}", cores=(cores,), device_memory_gib=memory / workers
+            )
+
+
 def _with_gpus(config: RunConfig, gpus: Sequence[Gpu], devices: Mapping[str, Device]) -> RunConfig:
     name, memory = gpus[0].name, gpus[0].memory_gib
     if others := {gpu.name for gpu in gpus} - {name}:
@@ -55,8 +75,8 @@ def _with_gpus(config: RunConfig, gpus: Sequence[Gpu], devices: Mapping[str, Dev
     found = device_of_product(name, devices)
     if found is None:
         raise ConfigError(
-            f"cluster is here, but hflow has no figures of {name}; describe it in hardware/devices/NAME.yaml "
-            f"beside the recipe, and set cluster=NAME-1x{len(gpus)}"
+            f"cluster is here, but hflow has no figures of {name}; describe it in {device_file(name)} beside "
+            "the recipe, or set cluster to devices that it has"
         )
     differs = abs(memory - devices[found].memory_gib) > SAME_MEMORY * devices[found].memory_gib
     own = math.floor(10 * memory) / 10 if differs else None
@@ -65,35 +85,28 @@ def _with_gpus(config: RunConfig, gpus: Sequence[Gpu], devices: Mapping[str, Dev
     )
 
 
-def device_of_product(product: str, devices: Iterable[str]) -> str | None:
+def device_of_product(product: str, devices: Mapping[str, Device]) -> str | None:
     """Return the device with the figures of a GPU, such as `h100-pcie` of `NVIDIA H100 PCIe`, or None.
 
-    Every part of the device's name is a word of the product's, or begins one, if it is a size such as `80g`.
+    The parts of its name are the words that tell the product from others. A size may be left out if it is
+    that of the device. So an H100 NVL, an RTX 4090 D or a part of a GPU is none of those without the word.
     """
-    words = re.split(r"[^a-z0-9]+", product.lower())
+    words = set(_telling_words(product))
 
-    def fits(part: str) -> bool:
-        is_size = re.fullmatch(r"\d+g", part) is not None
-        return any(word == part or (is_size and word.startswith(part)) for word in words)
+    def fits(device: Device) -> bool:
+        left = words.difference(_telling_words(device.name))
+        sizes = [int(word[:-1]) for word in left if re.fullmatch(r"\d+g", word)]
+        is_close = (abs(size - device.memory_gib) <= SAME_MEMORY * device.memory_gib for size in sizes)
+        return words.issuperset(_telling_words(device.name)) and len(sizes) == len(left) and all(is_close)
 
-    found = [device for device in devices if all(map(fits, device.split("-")))]
-    return max(found, key=len, default=None)
+    return max((name for name, device in devices.items() if fits(device)), key=len, default=None)
 
 
-def visible_gpus(variables: Mapping[str, str]) -> list[Gpu]:
-    """Return the GPUs of `nvidia-smi` that `CUDA_VISIBLE_DEVICES` of the variables allows; none without it.
+def device_file(product: str) -> str:
+    """Return the file, relative to a recipe's directory, in which the figures of a GPU are found."""
+    return f"hardware/devices/{'-'.join(_telling_words(product))}.yaml"
 
-    Raises:
-        ConfigError: for a CUDA_VISIBLE_DEVICES that names no GPU of this machine by its number.
-    """
-    gpus = read_gpus()
-    chosen = variables.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None or not gpus:
-        return gpus
-    numbers = [number.strip() for number in chosen.split(",") if number.strip()]
-    if all(number.isdigit() and int(number) < len(gpus) for number in numbers):
-        return [gpus[int(number)] for number in numbers]
-    raise ConfigError(
-        f"cluster is here, but CUDA_VISIBLE_DEVICES={chosen} does not name GPUs of this machine by numbers "
-        f"below {len(gpus)}; correct it, or set cluster"
-    )
+
+def _telling_words(name: str) -> dict[str, None]:
+    words = (re.sub(r"^(\d+g)b$", r"\1", word) for word in re.split(r"[^a-z0-9]+", name.lower()))
+    return dict.fromkeys(word for word in words if word and not _IN_ALL_NAMES.fullmatch(word))

@@ -12,7 +12,13 @@ from hflow.runtime.ledger.query import QueryResult, count, select
 from hflow.runtime.ledger.sample_history import SampleHistory, read_history
 from hflow.runtime.ledger.schema import COLUMNS
 from hflow.runtime.records.body_log import LoggedLine, read_body_lines
-from hflow.runtime.records.sample_text_files import SampleRow, by_sample, read_around, read_samples
+from hflow.runtime.records.sample_text_files import (
+    SampleKey,
+    SampleRow,
+    by_sample,
+    read_around,
+    read_hundreds,
+)
 from hflow.runtime.saving.run_directory import RunDirectory
 
 
@@ -21,9 +27,10 @@ class SampleTextsFound:
     """Samples that a query found, with their texts."""
 
     samples: QueryResult
-    """Only those whose text was kept."""
-    texts: Mapping[tuple[str, int], Sequence[SampleRow]]
-    """Stream and id of every sample whose text was kept -> its texts, one for each of its trajectories."""
+    """Only those whose text was kept, hundred by hundred of the steps. If the limit ends the search, `total`
+    leaves out later steps."""
+    texts: Mapping[SampleKey, Sequence[SampleRow]]
+    """Stream and id of each of them -> its texts, one for each of its trajectories."""
     total: int
     """How many samples meet the condition, with or without text."""
 
@@ -77,14 +84,24 @@ def samples_with_text(run: str, where: str | None = None, limit: int | None = No
         ConfigError: for the reasons of `samples`, and if the run kept no text at all.
     """
     directory = _find_ledger(run)
-    texts = by_sample(read_samples(directory.samples))
-    if not texts:
+    rows: list[tuple[Any, ...]] = []
+    texts: dict[SampleKey, list[SampleRow]] = {}
+    total, is_exact, part = 0, True, None
+    for part in map(by_sample, read_hundreds(directory.samples)):
+        if limit is not None and len(rows) >= limit:
+            is_exact = False
+            break
+        found = select(directory.ledger, where, None if limit is None else limit - len(rows), among=part)
+        keys = [(row["stream"], row["id"]) for row in found.to_json()]
+        rows, total = [*rows, *found.rows], total + found.total
+        texts |= {key: part[key] for key in keys}
+    if part is None:
         raise ConfigError(
             f"{directory.path} has no texts of samples (samples/step-N.jsonl); run the recipe with "
             "report.samples=8, and wait for its first step"
         )
-    found = select(directory.ledger, where, limit, among=texts)
-    return SampleTextsFound(found, texts, count(directory.ledger, where))
+    samples = QueryResult(tuple(rows), total, is_exact)
+    return SampleTextsFound(samples, texts, count(directory.ledger, where))
 
 
 def count_samples(run: str, where: str | None = None) -> int:

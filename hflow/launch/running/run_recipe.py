@@ -56,6 +56,7 @@ from hflow.planner.diff import Effect
 from hflow.planner.models.descriptors import factories
 from hflow.report.text.live import Display, open_display
 from hflow.runtime.records.live_files import LiveFiles
+from hflow.runtime.records.metric_columns import drop_rows_after, read_curves
 from hflow.runtime.records.run_summary import RunSummary
 from hflow.runtime.records.trace import Trace
 from hflow.runtime.saving.checkpoint import Checkpoints
@@ -343,10 +344,10 @@ def _open_directory(
             directory = RunDirectory.create(config.out, config.name, *files)
             stack.enter_context(_removed_if_refused(directory))
         stack.enter_context(directory.locked())
-        metrics: list[dict[str, float | None]] = []
         if resumed is not None:
             rewind_run(directory, resumed.point)
-            metrics = directory.drop_metrics_after(resumed.steps)
+            if directory.metrics.is_file():  # a run that was killed before its first step has none
+                drop_rows_after(directory.metrics, resumed.steps)
             directory.keep_trace()
             directory.error.unlink(missing_ok=True)
             directory.summary.unlink(missing_ok=True)  # a kill leaves none
@@ -357,7 +358,7 @@ def _open_directory(
         set_aside: list[str] = []
         if resumed is not None:
             set_aside = checkpoints.rewind(resumed.steps)
-            checkpoints.restore_values(metrics)
+            checkpoints.restore_values(read_curves(directory.metrics) if directory.metrics.is_file() else {})
         yield directory, checkpoints, set_aside
 
 

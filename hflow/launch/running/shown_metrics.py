@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Container, Mapping, Sequence
 from fnmatch import fnmatchcase
 
@@ -11,20 +12,24 @@ from hflow.graph.ir import TRAJECTORY_FIELDS, Graph, Level, Node, Stream
 from hflow.graph.queries import reported_field
 from hflow.metrics import Metric, declared
 from hflow.planner.plan.rows import Plan
-from hflow.runtime.execution import batch_runner
-from hflow.runtime.records import device_use, step_metrics
-from hflow.runtime.state import run_state
-from hflow.services import limits
 from hflow.training.interface import LOSS
 from hflow.types import Unit
 from hflow.types.engine import EPISODE_COUNTS
 
-DECLARING_MODULES = (batch_runner, device_use, limits, step_metrics, run_state)
-"""The modules that declare metrics, besides `hflow.training.interface`."""
+DECLARING_MODULES = (
+    "hflow.runtime.execution.batch_runner",
+    "hflow.runtime.records.device_use",
+    "hflow.runtime.records.step_metrics",
+    "hflow.runtime.state.run_state",
+    "hflow.services.limits",
+)
+"""The modules that declare metrics, besides `hflow.training.interface`, for those who ask for them."""
 
 
 def builtin_metrics() -> tuple[Metric, ...]:
     """Return all metrics that hflow computes by itself, sorted by name."""
+    for module in DECLARING_MODULES:
+        importlib.import_module(module)
     return declared()
 
 

@@ -335,6 +335,7 @@ def _on_cluster(
     return dataclasses.replace(
         config,
         cluster=f"{device_of(config.cluster)}-1x{world}",
+        cores=None,
         placement=None,
         groups={},
         models={

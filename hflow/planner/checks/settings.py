@@ -218,11 +218,6 @@ def _check_lora(graph: Graph, name: str, request: PlanRequest) -> None:
             f"{key} is set, but the {config.backend} backend cannot train adapters; set "
             f"models.{name}.backend={first_with('has_adapters')}, or remove {key}"
         )
-    if shape is not None and shape.latent is not None and not traits(config.backend).adapts_latents:
-        raise PlanError(
-            f"{key} is set, but the {config.backend} backend has no adapters beside the latent attention of "
-            f"{shape.family}; set models.{name}.backend={first_with('adapts_latents')}, or remove {key}"
-        )
     _check_lora_options(name, config, shape)
     if config.kernels == "transformer_engine" or config.fp8 is not None:
         asked, instead = te_setting(name, config)
@@ -340,7 +335,7 @@ def _check_lora_options(name: str, config: ModelConfig, shape: ModelShape | None
 
 
 def _check_schedule(settings: ScheduleConfig, batch: int) -> None:
-    """Raise for rules under which no batch could ever form."""
+    """Raise for rules under which no batch could ever form, and for those that no sample meets."""
     if settings.drop_older_than is not None and not settings.age_rule:
         raise PlanError(
             f"schedule.drop_older_than is {settings.drop_older_than}, but schedule.age_rule is off; "
@@ -357,6 +352,13 @@ def _check_schedule(settings: ScheduleConfig, batch: int) -> None:
             f"schedule.queue is {settings.queue}, but a batch has {batch} groups; set schedule.queue to "
             f"{batch} or more"
         )
+    if settings.max_staleness:
+        return
+    is_long = settings.queue is None or settings.queue >= settings.sync_every * batch
+    for name in ("age_rule", "drop_older_than", *(("queue",) if is_long else ())):
+        if getattr(settings, name) != getattr(ScheduleConfig(), name):
+            reason = "schedule.max_staleness=0 trains all samples before the engines get new weights"
+            raise PlanError(_unused_line(f"schedule.{name}", ScheduleConfig(), reason))
 
 
 def check_streams(graph: Graph) -> None:

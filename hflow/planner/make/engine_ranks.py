@@ -16,8 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 
-import networkx as nx
-
+from hflow.graph.arcs import Arcs
 from hflow.graph.ir import Graph
 from hflow.graph.queries import written_models
 from hflow.planner.plan.cluster import ClusterSpec
@@ -113,6 +112,8 @@ def best_order(held: tuple[tuple[int, ...], ...], shards: tuple[int, ...]) -> tu
     num = len(shards)
     if all(row[shard] == max(row[s] for s in shards) for row, shard in zip(held, shards, strict=True)):
         return tuple(range(num))
+    import networkx as nx  # which takes a tenth of a second, and is rarely needed
+
     flow = nx.DiGraph()
     for device, row in enumerate(held):
         flow.add_node(("device", device), demand=-1)
@@ -132,11 +133,15 @@ def best_order(held: tuple[tuple[int, ...], ...], shards: tuple[int, ...]) -> tu
 
 def _used_together(graph: Graph, replicas: tuple[Replica, ...]) -> Iterator[list[Replica]]:
     """Yield the generation replicas in sets, each of which some nodes use together."""
-    uses = nx.Graph()
+    arcs: list[tuple[str, str]] = []
     for node in graph.nodes:
         if node.spec.opens_stream and node.spec.reads_weights:
-            nx.add_path(uses, [generation_replica(replicas, m).name for m in node.spec.reads_weights])
-    for names in nx.connected_components(uses):
+            first, *others = (generation_replica(replicas, m).name for m in node.spec.reads_weights)
+            arcs += [(first, other) for other in (first, *others)]
+            arcs += [(other, first) for other in others]
+    uses = Arcs(arcs)
+    together = (frozenset({name}) | uses.descendants(name) for name, _ in arcs)
+    for names in dict.fromkeys(together):
         yield [replica for replica in replicas if replica.name in names]
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import networkx as nx
-
 from hflow.base.errors import PlanError
 from hflow.graph.ir import Graph, Level, Node
 from hflow.graph.model import Model
@@ -200,8 +198,8 @@ class NodePlacer:
 
     def _on_one_worker(self, name: str) -> Placement:
         """Place a node on the first worker of the group that makes its inputs, or else reads its outputs."""
-        before = [src for src in self._order if src in nx.ancestors(self._flow, name)]
-        after = [dst for dst in self._order if dst in nx.descendants(self._flow, name)]
+        before = [src for src in self._order if src in self._flow.ancestors(name)]
+        after = [dst for dst in self._order if dst in self._flow.descendants(name)]
         neighbours = [
             n for n in (*before[::-1], *after) if n in self._placed and self._levels[n] is Level.BATCH
         ]
@@ -216,7 +214,7 @@ class NodePlacer:
             return Placement(node.name, engines[0].groups, tuple(r.name for r in engines), engines[0].heads)
         if root_stream(self._graph, node).source != node.name:
             return Placement(node.name, (), (), self._source_dp_heads(node))
-        readers = [self._placed[n].heads for n in nx.descendants(self._flow, node.name) if n in self._placed]
+        readers = [self._placed[n].heads for n in self._flow.descendants(node.name) if n in self._placed]
         first = (next(iter(self._first_worker.values())),)
         return Placement(node.name, (), (), max((first, *sorted(readers)), key=len))
 

@@ -104,7 +104,7 @@ def _needs(graph: Graph, node: Node, levels: Mapping[str, Level]) -> tuple[str, 
     Sources of root streams are left out, since nothing can fire before them. A batch node does not list
     per-sample and per-group nodes either, since a batch consists of samples that have passed them all.
     """
-    before = set(same_step(graph).predecessors(node.name))
+    before = set(same_step(graph).before(node.name))
     if not node.spec.opens_stream:
         before.add(graph.stream(node.stream).source)
     roots = {stream.source for stream in root_streams(graph)}

@@ -218,7 +218,14 @@ class Calibration:
     CPU."""
     node_us: NonNegative = 0.0
     """Microseconds of each execution of a batch node, and of each update of an engine's weights, besides its
-    work: messages to its workers and back, and what the controller does in between."""
+    work: what the controller does, and messages to its workers and back."""
+    process_us: NonNegative = 0.0
+    """What is added to `node_us` where workers are processes, which Ray's messages reach."""
+    parallel: Annotated[StrictFloat, Field(ge=0, le=1)] = 0.0
+    """Part p of the seconds of products and attention that the cores of a CPU's worker divide: `c` cores take
+    `1 - p + p / c` of the seconds of one. Source: Amdahl 1967, "Validity of the single processor approach to
+    achieving large scale computing capabilities". Cores share the worker's memory bandwidth, and one of them
+    does its other work."""
     is_measured: StrictBool = False
     """Whether it was measured on the user's hardware, rather than shipped with hflow."""
     versions: FrozenMapping[str, str] = Field(default_factory=dict)

@@ -138,6 +138,15 @@ class Hardware:
             return self
         return self.kinds[bisect_right([first for first, _ in self.others], device)]
 
+    def with_cores(self, num: int) -> Hardware:
+        """Return the hardware of CPU workers with some cores each, 1 at least (`Calibration.parallel`)."""
+        part, device = self.calibration.parallel, self.device
+        if num < 2 or device.type != "cpu":
+            return self
+        gain = 1 / (1 - part + part / num)
+        tflops = {dtype: gain * rate for dtype, rate in device.tflops.items()}
+        return replace(self, device=replace(device, tflops=tflops))
+
     def network(self, workers: Sequence[int]) -> Link:
         """Return the link over which devices on different machines exchange: of several kinds the slower."""
         ends = min(workers), max(workers)

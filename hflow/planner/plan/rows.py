@@ -73,6 +73,10 @@ class Replica:
     """Whether an engine adds the adapters that it receives to its weights, of which it keeps a copy in host
     memory. Otherwise it has them beside its weights."""
 
+    def __hash__(self) -> int:
+        """Return a hash of what usually differs, as replicas of many workers are keys of tables."""
+        return hash((self.name, self.layout, len(self.workers), self.workers[:1]))
+
 
 @dataclass(frozen=True)
 class EngineChoice:

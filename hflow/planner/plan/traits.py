@@ -74,8 +74,6 @@ class BackendTraits:
     """Whether an engine serves several models with adapters on one base (`models.NAME.base_of`)."""
     rounds_base: bool = False
     """Whether the matrices beside adapters may be in 4 bits (`models.NAME.lora.base`)."""
-    adapts_latents: bool = False
-    """Whether these may be beside the matrices of latent attention."""
     chooses_kernels: bool = False
     """Whether different kernels can compute its layers (`models.NAME.kernels`)."""
     compiles_layers: bool = False
@@ -93,6 +91,8 @@ class BackendTraits:
     captured_families: tuple[str, ...] | None = ()
     """The `model_type`s of which an engine's decode steps are CUDA graphs on a GPU, without adapters. None:
     all, also with adapters."""
+    logit_passes: float = 0.0
+    """How often drawing a token on a GPU reads or writes a logit, where no figure of its host counts that."""
     schedules_ahead_on: tuple[str, ...] = ()
     """Types of devices on which an engine prepares a decode step while the device computes the one before
     (asynchronous scheduling)."""
@@ -130,7 +130,6 @@ Trait = Literal[
     "has_expert_axis",
     "has_adapters",
     "rounds_base",
-    "adapts_latents",
     "chooses_kernels",
     "compiles_layers",
     "has_own_process",

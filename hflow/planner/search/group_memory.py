@@ -20,14 +20,14 @@ from hflow.planner.forecast.memory.phases import (
     MemoryContext,
     engine_needs,
     largest_batch,
-    resident_bytes,
     size_caches,
+    state_bytes,
     transient_bytes,
 )
 from hflow.planner.forecast.memory.rank import Rank, stage_sizes
 from hflow.planner.plan.channels import CHANNELS, GATHER, broadcast_channel, channel_traits, near_channel
 from hflow.planner.plan.hardware import GIB
-from hflow.planner.plan.rows import Plan, WeightRoute
+from hflow.planner.plan.rows import Plan, Replica, WeightRoute
 from hflow.planner.plan.schedule import share_of_unchanged_wakes
 from hflow.planner.plan.traits import traits
 from hflow.planner.search.memo import memo
@@ -111,6 +111,8 @@ class GroupMemory:
         self._returned_by_layout: dict[Hashable, int] = {}
         self._collectives_by_layout: dict[Hashable, int] = {}
         self._peaks: dict[Hashable, int] = {}
+        self._latest_ranks: dict[Replica, list[Rank]] = {}
+        """Replica -> what its last option made, which has kept what depends on no setting."""
         self._nodes_of: dict[str, list[str]] = {}
         for placement in self._plan.placements:
             used = [*placement.replicas, *(self._plan.replica(name).base_of for name in placement.replicas)]
@@ -294,7 +296,7 @@ class GroupMemory:
         """Return the offloaded bytes of a rank that are on the device while a node runs."""
         key = node, option.name, option.layout, option.config.offload, rank.stage, common
         if key not in self._returned_by_layout:
-            idle, used = (resident_bytes(context, rank, phase, ()) for phase in (NODE, node))
+            idle, used = (state_bytes(context, rank, phase, ()) for phase in (NODE, node))
             self._returned_by_layout[key] = used - idle
         return self._returned_by_layout[key]
 
@@ -323,12 +325,19 @@ class GroupMemory:
 
         The largest is another one where the first layers have no experts.
         """
-        shape = self._problem.request.shapes[option.replica.model]
-        on_cpu = self._problem.cluster.device == "cpu"
-        stages = {0, option.layout.pipe - 1, self._largest_stage(option.name, option.layout)}
-        return [
-            Rank(option.replica, shape, option.config, stage, stage == 0, on_cpu) for stage in sorted(stages)
-        ]
+        known = self._latest_ranks.get(option.replica)
+        if known is None:
+            shape = self._problem.request.shapes[option.replica.model]
+            on_cpu = self._problem.cluster.device == "cpu"
+            stages = {0, option.layout.pipe - 1, self._largest_stage(option.name, option.layout)}
+            ranks = [
+                Rank(option.replica, shape, option.config, stage, stage == 0, on_cpu)
+                for stage in sorted(stages)
+            ]
+        else:
+            ranks = [rank.with_config(option.config) for rank in known]
+        self._latest_ranks[option.replica] = ranks
+        return ranks
 
     @memo
     def _largest_stage(self, name: str, layout: Layout) -> int:
@@ -348,12 +357,20 @@ class GroupMemory:
         part = self._problem.cluster.part_index(option.replica.workers[0])
         key = (option.name, option.layout, part, config.gen.max_running, config.offload, rank.stage, common)
         if key not in self._held_by_layout:
-            held = {}
-            for kind in (GENERATE, WAKE, NODE):
-                held[kind, False] = resident_bytes(context, rank, kind, ())
-            kept = resident_bytes(context, rank, NODE, (option.name,)) - held[NODE, False]
-            held[WAKE, False] += transient_bytes(context, rank, WAKE)
-            held |= {(kind, True): total + kept for (kind, _), total in held.items()}
+            runtime = context.communicators((rank,)).total()
+            idle, waking = (state_bytes(context, rank, kind, ()) for kind in (NODE, WAKE))
+            waking += transient_bytes(context, rank, WAKE)
+            generating, kept = idle, 0
+            if option.replica.role == "gen":
+                generating = state_bytes(context, rank, GENERATE, ())
+            else:
+                kept = state_bytes(context, rank, NODE, (option.name,)) - idle
+            states = {GENERATE: generating, WAKE: waking, NODE: idle}
+            held = {
+                (kind, inferred): runtime + total + inferred * kept
+                for kind, total in states.items()
+                for inferred in (False, True)
+            }
             self._held_by_layout[key] = held
         return self._held_by_layout[key]
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from operator import le
-from typing import Literal
+from typing import Any, Literal
 
 from hflow.config.schema import ModelConfig, Offload
 from hflow.data_plane.minibatches import heaviest_load, minibatch_units
@@ -20,6 +20,7 @@ from hflow.planner.make.replicas import Devices
 from hflow.planner.models.descriptors import engine_kind, training_backend
 from hflow.planner.plan.forecast import EdgeTraffic, Pace
 from hflow.planner.plan.hardware import GIB
+from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.routing import on_workers
 from hflow.planner.plan.rows import EngineChoice, Plan, Replica, ScheduledNode
 from hflow.planner.plan.traits import traits
@@ -63,6 +64,10 @@ class OptionTable:
         self._problem = problem
         self._memory = memory
         self._base = replace(problem.base, cluster=problem.cluster, hardware=problem.request.hardware)
+        self._latest_costs: dict[Replica, Costs] = {}
+        """Replica -> what its last option made, which has kept what depends on no setting."""
+        self._changed_configs: dict[tuple[Hashable, ...], tuple[ModelConfig, ModelConfig]] = {}
+        """(`id` of a configuration, its changed settings) -> both configurations."""
 
     def options(
         self, name: str, devices: Devices, *, with_too_large: bool = False, with_offload: bool = False
@@ -123,18 +128,14 @@ class OptionTable:
 
     def pace(self, chosen: Sequence[tuple[ReplicaOption, int | None]]) -> Pace | None:
         """Return the pace of the trained stream, given options and the sequences in engines' caches."""
-        request, base = self._problem.request, self._base
+        request, base = self._request, self._base
         engines = tuple(
             EngineChoice(option.name, option.replica.backend, "", None, largest)
             for option, largest in chosen
             if option.replica.role == "gen"
         )
         configs = {o.replica.model: o.config for o, _ in chosen if o.replica.role == "gen"}
-        request = replace(
-            request,
-            schedule=replace(request.schedule, max_concurrent=self._problem.in_flight),
-            models={**request.models, **configs},
-        )
+        request = replace(request, models={**request.models, **configs})
         plan = replace(base, replicas=tuple(option.replica for option, _ in chosen), engines=engines)
         workload = self._problem.workloads[self._problem.events.stream.name]
         return Costs(plan, request, workload, ()).pace()
@@ -232,7 +233,10 @@ class OptionTable:
         if problem.is_free(f"{prefix}.tokens_per_microbatch"):
             tokens = self._tokens(replica)
         for recomputes in recompute:
-            yield (self._with_tokens(replica.model, n, recomputes, config.offload) for n in tokens)
+            yield (
+                self._changed(config, tokens_per_microbatch=number, activation_checkpointing=recomputes)
+                for number in tokens
+            )
 
     def _stages(self, option: ReplicaOption) -> Iterator[ReplicaOption]:
         """Yield an option, and the same with lower stages of ZeRO that shorten it."""
@@ -245,7 +249,7 @@ class OptionTable:
             return
         shortest = option.total
         for stage in LOWER_STAGES:
-            lower = self.option(replica, replace(config, zero_stage=stage), like=option)
+            lower = self.option(replica, self._changed(config, zero_stage=stage), like=option)
             if lower.total < shortest * (1 - MIN_STAGE_GAIN):
                 shortest = lower.total
                 yield lower
@@ -257,7 +261,7 @@ class OptionTable:
         for offload in self._offloads(replica):
             if offload == config.offload:
                 continue
-            changed = replace(config, offload=offload)
+            changed = self._changed(config, offload=offload)
             seconds, total = dict(option.seconds), option.total
             for node, added in self._offload_seconds(replica, offload).items():
                 seconds[node.name] += added
@@ -295,15 +299,12 @@ class OptionTable:
         config = self._problem.request.model(model)
         return replace(config, gen=replace(config.gen, max_running=number))
 
-    @memo
-    def _with_tokens(self, model: str, number: int, recomputes: bool, offload: Offload) -> ModelConfig:
-        """Return a model's configuration with micro-batches, `activation_checkpointing` and `offload`."""
-        return replace(
-            self._problem.request.model(model),
-            tokens_per_microbatch=number,
-            activation_checkpointing=recomputes,
-            offload=offload,
-        )
+    def _changed(self, config: ModelConfig, **settings: Any) -> ModelConfig:
+        """Return a configuration with other settings. Equal ones are one, as they are validated."""
+        key = id(config), *settings.items()
+        if key not in self._changed_configs:
+            self._changed_configs[key] = config, replace(config, **settings)
+        return self._changed_configs[key][1]
 
     def _has_room(self, replica: Replica) -> bool:
         """Return whether a device holds a replica's weights and optimizer state."""
@@ -373,7 +374,8 @@ class OptionTable:
         limited = config
         if largest_batch is not None and largest_batch < config.gen.max_running:
             limited = self._with_running(replica.model, largest_batch)
-        costs = self._costs_of(replica).with_config(replica.name, limited)
+        costs = self._latest_costs.get(replica) or self._costs_of(replica)
+        costs = self._latest_costs[replica] = costs.with_config(replica.name, limited)
         seconds: dict[str, float] = {}
         total = 0.0
         if replica.role == "gen" and replica.name in self._problem.events.stream.replicas:
@@ -403,10 +405,14 @@ class OptionTable:
         return self._make_costs(plan, self._traffic(replica))
 
     def _make_costs(self, plan: Plan, traffic: tuple[EdgeTraffic, ...] = ()) -> Costs:
-        request = self._problem.request
-        request = replace(request, schedule=replace(request.schedule, max_concurrent=self._problem.in_flight))
         workload = self._problem.workloads[self._problem.events.stream.name]
-        return Costs(replace(plan, engines=()), request, workload, traffic)
+        return Costs(replace(plan, engines=()), self._request, workload, traffic)
+
+    @cached_property
+    def _request(self) -> PlanRequest:
+        """The request with as many samples in flight as are of use."""
+        request = self._problem.request
+        return replace(request, schedule=replace(request.schedule, max_concurrent=self._problem.in_flight))
 
     def _traffic(self, replica: Replica) -> tuple[EdgeTraffic, ...]:
         """Return the imbalance of each node of a replica, without the bytes that its inputs move."""

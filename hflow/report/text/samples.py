@@ -32,12 +32,18 @@ def render_samples_with_text(
     texts: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]],
     num_with_text: int,
     total: int,
+    *,
+    is_exact: bool = True,
 ) -> RenderableType:
-    """Render samples with their texts by (stream, id), and how many the query found, with text and in all."""
+    """Render samples with their texts by (stream, id), and how many the query found, with text and in all.
+
+    Without `is_exact`, more may have a text.
+    """
     parts: list[RenderableType] = []
     for sample in samples:
         parts += [_headline(sample), render_texts(texts[sample["stream"], sample["id"]]), Text()]
-    some = "" if len(samples) == num_with_text else f"the first {len(samples)} of "
+    some = "" if is_exact and len(samples) == num_with_text else f"the first {len(samples)} of "
+    some += "" if is_exact else "at least "
     told = (
         f"{some}{pluralize(num_with_text, 'sample')} with text, of {pluralize(total, 'sample')} in all; "
         f"{KEY}=N keeps {KEPT}"

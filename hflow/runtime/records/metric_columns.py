@@ -21,6 +21,7 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
+from hflow.base.durable_files import replace_bytes
 from hflow.runtime.saving.run_directory import metrics_row
 
 BLOCK_ROWS = 100
@@ -113,6 +114,28 @@ def read_curves(path: Path) -> dict[str, Curve]:
         for name, columns in sorted(found.items())
         if name != "step" and any(len(steps) for steps, _ in columns)
     }
+
+
+def drop_rows_after(path: Path, step: int) -> None:
+    """Remove the rows of more than `step` completed steps of a `metrics.jsonl`: the run takes them again.
+
+    Raises:
+        ConfigError: for a line that is not a row; names it.
+        WriteError: when the file cannot be written.
+    """
+    with path.open("rb") as file:
+        num_rows = place = 0
+        for (names, values), _ in _blocks(path, file):
+            if values[names.index("step")].max() > step:
+                break
+            num_rows, place = num_rows + BLOCK_ROWS, file.tell()
+        file.seek(place)
+        *lines, _ = file.read().split(b"\n")
+        rows = (metrics_row(path, line, number) for number, line in enumerate(lines, num_rows + 1))
+        kept = [line for line, row in zip(lines, rows, strict=True) if (row["step"] or 0) <= step]
+        if len(kept) < len(lines):
+            file.seek(0)
+            replace_bytes(path, file.read(place) + b"".join(line + b"\n" for line in kept))
 
 
 def _curve(steps: NDArray[np.float64], values: NDArray[np.float64]) -> Curve:

@@ -12,7 +12,7 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +52,13 @@ def read_samples(directory: Path) -> list[SampleRow]:
     Raises:
         ConfigError: for a file that is damaged. So do the others.
     """
+    return [row for rows in read_hundreds(directory) for row in rows]
+
+
+def read_hundreds(directory: Path) -> Iterator[list[SampleRow]]:
+    """Yield the rows of each hundred of steps that has any, in the order of steps."""
     files = _Files(directory)
-    return [row for block in files.blocks for row in files.read(block)]
+    yield from filter(None, map(files.read, files.blocks))
 
 
 def read_some(directory: Path) -> list[SampleRow]:
@@ -87,7 +92,11 @@ def by_sample(rows: Iterable[SampleRow]) -> dict[SampleKey, list[SampleRow]]:
 
 def drop_samples_after(directory: Path, number: int) -> None:
     """Delete the rows of more than `number` completed steps, as the run takes them again."""
-    _Files(directory).filter(lambda rows: [row for row in rows if row["step"] <= number], number + 1)
+    for path, first in _Files(directory).by_first_step():
+        if first > number:
+            path.unlink()
+        elif path.suffix == ".gz" and first + STEPS_PER_FILE > number:
+            _filter(path, None, lambda rows: [row for row in rows if row["step"] <= number])
 
 
 def keep_samples(directory: Path, known_among: Callable[[Set[SampleKey]], Container[SampleKey]]) -> None:
@@ -95,10 +104,15 @@ def keep_samples(directory: Path, known_among: Callable[[Set[SampleKey]], Contai
 
     Args:
         directory: the directory of the files.
-        known_among: returns which of these samples are known.
+        known_among: returns which of these samples are known. It is called for each file.
     """
-    known = known_among({_key(row) for row in read_samples(directory)})
-    _Files(directory).filter(lambda rows: [row for row in rows if _key(row) in known])
+
+    def kept(rows: Sequence[SampleRow]) -> list[SampleRow]:
+        known = known_among({_key(row) for row in rows})
+        return [row for row in rows if _key(row) in known]
+
+    for path, first in _Files(directory).by_first_step():
+        _filter(path, None if path.suffix == ".gz" else first, kept)
 
 
 class _Files:
@@ -124,17 +138,10 @@ class _Files:
             rows += _rows(self.single[number], number)
         return sorted(rows, key=lambda row: int(row["step"]))
 
-    def filter(self, kept: Callable[[Sequence[SampleRow]], list[SampleRow]], first: int = 0) -> None:
-        """Keep these rows of each file with steps from `first` on, and no file without rows."""
-        single = {path: number for number, path in self.single.items() if number >= first}
-        joined = [path for block, path in self._joined.items() if block >= first // STEPS_PER_FILE]
-        for path in (*single, *joined):
-            rows = _rows(path, single.get(path))
-            left = kept(rows)
-            if not left:
-                path.unlink()
-            elif len(left) < len(rows):
-                _write(path, left)
+    def by_first_step(self) -> Iterator[tuple[Path, int]]:
+        """Yield each file with the first step that it may have."""
+        yield from ((path, number) for number, path in self.single.items())
+        yield from ((path, block * STEPS_PER_FILE) for block, path in self._joined.items())
 
     def join_before(self, end: int) -> None:
         """Join the files of steps before `end`, a multiple of a hundred, into those of hundreds."""
@@ -148,6 +155,16 @@ class _Files:
 
     def _read_joined(self, block: int) -> list[SampleRow]:
         return _rows(self._joined[block]) if block in self._joined else []
+
+
+def _filter(path: Path, number: int | None, kept: Callable[[Sequence[SampleRow]], list[SampleRow]]) -> None:
+    """Keep these rows of a file, whose step is `number` or what they say, and no file without rows."""
+    rows = _rows(path, number)
+    left = kept(rows)
+    if not left:
+        path.unlink()
+    elif len(left) < len(rows):
+        _write(path, left)
 
 
 def _single_path(directory: Path, number: int) -> Path:

@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -138,16 +138,10 @@ class Checkpoints:
             best.unlink()
         return renamed
 
-    def restore_values(self, rows: Iterable[Mapping[str, float | None]]) -> None:
-        """Note the metrics of a run that continues, so that its best checkpoint so far is kept.
-
-        Args:
-            rows: rows of `metrics.jsonl`, with `step`. A step's last row with the metric counts.
-        """
-        for row in rows:
-            value, step = row.get(self._metric or ""), row["step"]
-            if value is not None and step is not None:
-                self._values[int(step)] = self._sign * value
+    def restore_values(self, curves: Mapping[str, Sequence[tuple[int, float]]]) -> None:
+        """Note the curves of a run that continues, so that its best checkpoint so far is kept."""
+        for step, value in curves.get(self._metric or "", ()):
+            self._values[step] = self._sign * value
         self._prune()
 
     def add_values(self, step: int, values: Mapping[str, float]) -> None:

@@ -125,19 +125,6 @@ class RunDirectory:
             number = 1 + sum(1 for _ in self.path.glob("trace-*.json"))
             self.trace.rename(self.path / f"trace-{number}.json")
 
-    def drop_metrics_after(self, step: int) -> list[dict[str, float | None]]:
-        """Remove the rows of more than `step` completed steps, which the run takes again; return the others.
-
-        Raises:
-            ConfigError: for a line that is not a row; names it.
-            WriteError: when the file cannot be written.
-        """
-        rows = read_metrics(self.metrics) if self.metrics.is_file() else []
-        kept = [row for row in rows if (row["step"] or 0) <= step]
-        if len(kept) < len(rows):
-            replace_text(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
-        return kept
-
     @property
     def weights(self) -> Path:
         """Directory of weights that engines load from disk; each file is deleted after it is loaded."""

@@ -47,7 +47,6 @@ BACKEND = Backend(
         shares_prompts=True,
         has_adapters=True,
         rounds_base=True,
-        adapts_latents=True,
         compiles_layers=True,
     ),
     factory=_make_model,

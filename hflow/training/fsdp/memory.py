@@ -17,6 +17,9 @@ from hflow.planner.plan.forecast import MemoryCategory
 from hflow.shapes.model_shape import GATES_AND_UPS, nf4_bytes
 
 TOWER = "activations of the tower"
+NUM_MLP, NUM_CLAMPED = 4, 7
+"""Tensors of an MLP's rows that transformers keeps: see `activations.kept_per_token`; and with clamped gates
+(gpt-oss) gate and up, both clamped, the sigmoid of the gate, their product, and that with ups."""
 MIN_UNIT_BYTES = 4 << 20
 """A layer with fewer bytes of fp32 weights is gathered with the rest (`training/fsdp/sharding.py`)."""
 
@@ -62,8 +65,8 @@ def kept_after_infer(rank: Rank) -> Items:
     return _gathered_weights(rank.width * _Units.of(rank).root)
 
 
-def _step(rank: Rank, batch: MicroBatch) -> _SingleRankStep | _ShardedStep:
-    return _ShardedStep(rank, batch) if rank.fsdp_size > 1 else _SingleRankStep(rank, batch)
+def _step(rank: Rank, batch: MicroBatch) -> _SingleRankStep | ShardedStep:
+    return ShardedStep(rank, batch) if rank.fsdp_size > 1 else _SingleRankStep(rank, batch)
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,10 @@ class _Step:
     def __init__(self, rank: Rank, batch: MicroBatch) -> None:
         self.rank, self.batch, self.sizes, self.trained = rank, batch, rank.sizes, rank.trained
         self.recomputes = rank.config.activation_checkpointing
-        self.layer = activations.kept_by_layer(rank, batch) + activations.kept_by_adapters(rank, batch)
+        experts = rank.shape.experts
+        num_mlp = NUM_CLAMPED if experts is not None and experts.has_bias else NUM_MLP
+        self.layer = activations.kept_by_layer(rank, batch, num_mlp)
+        self.layer += activations.kept_by_adapters(rank, batch)
         self.tower = activations.tower_activations(rank, batch)
         """Bytes that the tower keeps until its backward pass."""
         self.all_gradients = FP32_BYTES * self.trained.total_shard
@@ -166,6 +172,7 @@ class _Step:
             self.rank, batch.tokens, pads=batch.pads, repeated=batch.repeated
         )
         layer += activations.added_by_adapter(self.rank, batch.tokens, "up_proj", GATES_AND_UPS)
+        layer = max(layer, activations.weighted_copies(self.rank, batch.tokens, has_gradient=False))
         measured = item(MemoryCategory.BUFFERS, activations.measured_matrix(self.rank), activations.MEASURED)
         return item(MemoryCategory.ACTIVATIONS, layer) + measured + self._whole_matrix()
 
@@ -192,8 +199,9 @@ class _Step:
         recomputed = self.layer if self.recomputes else 0
         layers = item(MemoryCategory.ACTIVATIONS, self._kept(num_layers) + recomputed) + self._seen()
         buffers = activations.backward_buffers(self.rank, self.batch)
+        weighted = activations.weighted_copies(self.rank, self.batch.tokens, has_gradient=True)
         measured = activations.measured_matrix(self.rank)
-        return layers + _backward_buffers(max(buffers, measured)) + self._whole_matrix()
+        return layers + _backward_buffers(max(buffers, weighted, measured)) + self._whole_matrix()
 
     def _kept(self, num_layers: int) -> int:
         """Return the bytes that are kept of layers until their backward pass."""
@@ -254,7 +262,7 @@ class _SingleRankStep(_Step):
         return item(MemoryCategory.WEIGHTS, num_bytes, "weight casts")
 
 
-class _ShardedStep(_Step):
+class ShardedStep(_Step):
     """A step on several ranks: a unit's weights are gathered before it runs, its gradients scattered then.
 
     With a replicate axis, scattered gradients wait for those of the last micro-batch, in the memory that they
@@ -331,7 +339,7 @@ class _ShardedStep(_Step):
     def _first_gather(self) -> Items:
         """Return the memory for gathering the first layer, while the buffer of the root still exists."""
         gathered = self._gathered(num_buffers=1, gathers_layer=True)
-        if not self.units.layer:
+        if not self.units.layer or not self.rank.on_cpu:
             return gathered
         return gathered + _gathered_weights(self.rank.width * self.units.root)
 
@@ -342,7 +350,7 @@ class _ShardedStep(_Step):
         shard exists in the compute dtype, and gloo has a copy of the whole.
         """
         width, units = self.rank.width, self.units
-        num_weights = units.root + num_layers * units.layer + num_buffers * (units.layer or units.root)
+        num_weights = units.root + num_layers * units.layer + self._buffers(num_buffers)
         num_weights += self.sizes.tower_layers if self.keeps_weights and units.tower else 0
         if not gathers_layer:
             return _gathered_weights(width * num_weights)
@@ -350,9 +358,23 @@ class _ShardedStep(_Step):
         copies = self.num_copies * width * units.layer
         return _gathered_weights(width * (num_weights + shard)) + _collective_buffers(copies)
 
+    def _buffers(self, num: int) -> int:
+        """Return the elements of buffers of which `num` exist.
+
+        On a GPU they are memory of a stream of their own, which the allocator gives to no other stream until
+        an allocation fails and training stalls. So those of the two units with most that follow each other
+        count at all moments. A single rank copies without buffers. Source: `get_all_gather_streams`,
+        `AllGatherState` and `wait_for_unshard` in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py.
+        """
+        if self.rank.on_cpu:
+            return num * (self.units.layer or self.units.root)
+        return self.units.layer + max(self.units.layer, self.units.root) if self.rank.fsdp_size > 1 else 0
+
     def _gathered_tower(self) -> Items:
         """Return the root's weights, and those of a block of the tower with the next one."""
-        return _gathered_weights(self.rank.width * (self.units.root + 3 * self.units.tower))
+        num_weights = self.units.root + 2 * self.units.tower
+        num_weights += self.units.tower if self.rank.on_cpu else self._buffers(1)
+        return _gathered_weights(self.rank.width * num_weights)
 
     @property
     def _root_shard(self) -> int:

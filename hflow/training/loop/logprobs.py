@@ -1,8 +1,9 @@
 """Log-probs and entropy of tokens, from hidden states and an output matrix of which a rank may have a part.
 
 The logits of all rows would be by far the largest tensor of a step. They exist for one chunk of rows at a
-time, in the dtype of the weights, and in fp32 for a tile of a chunk, which caches hold. The backward pass
-computes the logits of a chunk again, unless there is only one, and turns them into their gradient in place.
+time, in the dtype of the weights, and in fp32 for a tile of a chunk, which caches hold. On CUDA, kernels read
+a chunk once instead (`logit_kernels.py`). The backward pass computes the logits of a chunk again, unless
+there is only one, and turns them into their gradient in place.
 
 With l the logits under the temperature, Z the sum of e^l and p = e^l / Z: `log p_i = l_i - log Z` and `H =
 log Z - E[l]`, so `d log p_i / d l_j = [i = j] - p_j` and `d H / d l_j = -p_j (l_j - E[l])`. A loss scales
@@ -31,6 +32,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn.functional import linear
 
+from hflow.base.devices import has_cuda_api
 from hflow.training.loop.kept_sets import KeptSets
 
 CHUNK_BYTES = 1 << 29
@@ -166,7 +168,7 @@ class _Logprobs(torch.autograd.Function):
             else:
                 values = logits.gather(-1, index[chunk])
             picked[chunk] = _scaled(values, temperature)
-            _fill_statistics(statistics[:, chunk], logits, temperature, with_entropy=with_entropy)
+            fill_statistics(statistics[:, chunk], logits, temperature, with_entropy=with_entropy)
             kept = logits if chunk == slice(0, len(rows)) and any(ctx.needs_input_grad) else None
             del logits, values  # before those of the next chunk exist
         if ids is None:
@@ -207,17 +209,11 @@ class _Logprobs(torch.autograd.Function):
             logits = kept
             if logits is None:
                 logits = _restricted(matrix.logits(rows[chunk], part_low), chunk, matrix.first, ctx.sets)
-            for tile in _slices(len(logits), _rows_per_tile(logits)):
-                part = slice(chunk.start + tile.start, chunk.start + tile.stop)
-                x = _scaled(logits[tile], ctx.temperature)
-                if grad_entropy is None:
-                    x.sub_(normaliser[part, None]).exp_().mul_(-slope[part, None])
-                else:
-                    probabilities = (x - normaliser[part, None]).exp_()
-                    x.sub_(mean[part, None]).mul_(-grad_entropy[part, None]).sub_(slope[part, None])
-                    x.mul_(probabilities)
-                x.scatter_add_(-1, index[part], added[part])
-                logits[tile] = x if ctx.temperature == 1.0 else x.div_(ctx.temperature)
+            of_entropy = None if grad_entropy is None else grad_entropy[chunk]
+            turn_into_gradients(
+                *(logits, normaliser[chunk], mean[chunk], slope[chunk], of_entropy),
+                *(index[chunk], added[chunk], ctx.temperature),
+            )
             if grad_rows is not None:
                 torch.mm(logits, weight, out=grad_rows[chunk])
             if grad_weight is not None:
@@ -258,11 +254,16 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
     return copy if temperature == 1.0 else copy.div_(temperature)
 
 
-def _fill_statistics(out: Tensor, logits: Tensor, temperature: float, *, with_entropy: bool) -> None:
+def fill_statistics(out: Tensor, logits: Tensor, temperature: float, *, with_entropy: bool) -> None:
     """Fill rows m = max l, Z = sum e^(l - m) and sum e^(l - m) (l - m), `[3, C]`, of logits `[C, V']`.
 
-    The last one stays as it is without `with_entropy`.
+    The last one has a meaning `with_entropy`.
     """
+    if has_cuda_api(logits.device.type):
+        from hflow.training.loop import logit_kernels
+
+        logit_kernels.fill_statistics(out, logits, temperature)
+        return
     for tile in _slices(len(logits), _rows_per_tile(logits)):
         x = _scaled(logits[tile], temperature)
         out[0, tile] = x.amax(-1)
@@ -271,6 +272,47 @@ def _fill_statistics(out: Tensor, logits: Tensor, temperature: float, *, with_en
         out[1, tile] = exponentials.sum(-1)
         if with_entropy:
             out[2, tile] = x.mul_(exponentials).sum(-1)
+
+
+def turn_into_gradients(
+    logits: Tensor,
+    normaliser: Tensor,
+    mean: Tensor,
+    slope: Tensor,
+    grad_entropy: Tensor | None,
+    index: Tensor,
+    added: Tensor,
+    temperature: float,
+) -> None:
+    """Overwrite logits `[C, V']` with their gradients.
+
+    Args:
+        logits: all tokens that this rank has, overwritten.
+        normaliser: log Z, `[C]`, under the temperature.
+        mean: E[l], `[C]`.
+        slope: the sum of the gradients of each row's log-probs, `[C]`.
+        grad_entropy: `[C]`; None without entropy.
+        index: the logits whose log-probs have gradients, `[C, K]`.
+        added: these gradients, `[C, K]`, 0 of logits that another rank has.
+        temperature: logits are divided by it.
+    """
+    if has_cuda_api(logits.device.type):
+        from hflow.training.loop import logit_kernels
+
+        logit_kernels.turn_into_gradients(
+            logits, normaliser, mean, slope, grad_entropy, index, added, temperature
+        )
+        return
+    for tile in _slices(len(logits), _rows_per_tile(logits)):
+        x = _scaled(logits[tile], temperature)
+        if grad_entropy is None:
+            x.sub_(normaliser[tile, None]).exp_().mul_(-slope[tile, None])
+        else:
+            probabilities = (x - normaliser[tile, None]).exp_()
+            x.sub_(mean[tile, None]).mul_(-grad_entropy[tile, None]).sub_(slope[tile, None])
+            x.mul_(probabilities)
+        x.scatter_add_(-1, index[tile], added[tile])
+        logits[tile] = x if temperature == 1.0 else x.div_(temperature)
 
 
 def _combined(

@@ -37,6 +37,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.functional import embedding, linear
+from typing_extensions import override
 
 from hflow.models.adapter import row_lengths
 from hflow.models.expert_adapters import ExpertAdapter
@@ -47,6 +48,7 @@ from hflow.training.megatron.hf_mapping import (
     adapted_experts,
     adapted_linears,
 )
+from hflow.training.megatron.latent_attention import WholeLinear
 from hflow.training.megatron.layers import sum_gradient
 from hflow.types.kernels import LayerKernels
 
@@ -69,6 +71,9 @@ class OutputSpans(NamedTuple):
 
 class LinearAdapters(nn.Module):
     """The adapters of a linear layer, which computes one or several HF matrices."""
+
+    is_divided = True
+    """Whether tensor ranks divide the layer."""
 
     def __init__(
         self,
@@ -97,7 +102,7 @@ class LinearAdapters(nn.Module):
         for row in of.parameters:
             name, (part,) = row.name.rpartition(".")[2], row.parts  # such as q_proj_A
             weight: Any = nn.Parameter(torch.empty(row.shape, dtype=config.params_dtype))
-            if name.endswith("_A") == of.divides_inputs:  # tensor ranks divide it
+            if self.is_divided and name.endswith("_A") == of.divides_inputs:  # tensor ranks divide it
                 set_tensor_model_parallel_attributes(weight, True, part.axis, 1)
                 weight.shared = row.is_copy  # excludes it from gradient norms
             else:
@@ -200,6 +205,16 @@ class LinearAdapters(nn.Module):
         return sum_gradient(weight, self.copies)
 
 
+class WholeAdapters(LinearAdapters):
+    """The adapters of a layer that all tensor ranks have whole, who exchange nothing (latent attention)."""
+
+    is_divided = False
+
+    @override
+    def _exchange(self, low: Tensor) -> Tensor:
+        return low
+
+
 class EmbeddingAdapter(LinearAdapters):
     """The adapter of an embedding. Each tensor rank has the columns of A of its tokens."""
 
@@ -254,7 +269,8 @@ def add_adapters(
         elif of.name == "output_layer":
             layer.adapters = OutputMatrixAdapter(of, *others)
         else:
-            layer.adapters = LinearAdapters(of, *others)
+            kind = WholeAdapters if isinstance(layer, WholeLinear) else LinearAdapters
+            layer.adapters = kind(of, *others)
             layer.register_forward_hook(_add_output)
     for module, name, parameters in adapted_experts(shape, position, kernels):
         a, b = (torch.empty(row.shape, dtype=config.params_dtype) for row in parameters)

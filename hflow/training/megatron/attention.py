@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedConfig
@@ -96,12 +97,20 @@ class PackedInputs:
 
 
 class PackedAttention(nn.Module):
-    """Core attention with the interface of megatron's; it has no weights."""
+    """Core attention with the interface of megatron's. It has no weights but sinks."""
 
-    def __init__(self, config: Any, layer_number: int, *, math: LayerMath, **_: Any) -> None:
+    def __init__(
+        self, config: Any, layer_number: int, *, math: LayerMath, has_sinks: bool = False, **_: Any
+    ) -> None:
         """Take the arguments of megatron's layer specs, of which others are ignored, and what is computed."""
         super().__init__()
-        self.scale, self.window = math.score_scale, math.windows[layer_number - 1]
+        self.math, self.window = math, math.windows[layer_number - 1]
+        self.sinks: nn.Parameter | None = None
+        """See `Reach`, of this rank's heads."""
+        if has_sinks:
+            num_heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.sinks = nn.Parameter(torch.empty(num_heads, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.sinks, True, 0, 1)
 
     def forward(
         self,
@@ -115,8 +124,9 @@ class PackedAttention(nn.Module):
         """Attend: `[U', H, E]` -> `[U', H, E]`. Tokens after the first U are padding and get zeros."""
         inputs = packed_seq_params
         rotation = inputs.rotation(self.window)
-        q, k = (rotate(x[: inputs.num_tokens], rotation) for x in (query, key))
-        return attend_rows(q, k, value, inputs, self.scale, Reach(self.window))
+        is_interleaved = self.math.is_interleaved
+        q, k = (rotate(x[: inputs.num_tokens], rotation, is_interleaved) for x in (query, key))
+        return attend_rows(q, k, value, inputs, self.math.score_scale, Reach(self.window, self.sinks))
 
 
 def attend_rows(
@@ -139,10 +149,15 @@ def attend_rows(
     return padded
 
 
-def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Apply the rotary embedding to the first R of `[U, H, E]`. Their halves are coordinates of planes."""
+def rotate(x: Tensor, rotation: Rotation, is_interleaved: bool) -> Tensor:
+    """Apply the rotary embedding to the first R of `[U, H, E]`.
+
+    Their halves are coordinates of planes, or neighbours are, which are moved to halves.
+    """
     cos, sin = rotation
     rotated, others = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    if is_interleaved:
+        rotated = torch.cat((rotated[..., 0::2], rotated[..., 1::2]), dim=-1)
     first, second = rotated.chunk(2, dim=-1)
     turned = rotated * cos + torch.cat((-second, first), dim=-1) * sin
     return torch.cat((turned, others), dim=-1) if others.shape[-1] else turned

@@ -26,7 +26,7 @@ from hflow.models.settings import ModelSettings
 from hflow.shapes.layout import stage_layers
 from hflow.shapes.model_shape import Experts, ModelShape, torch_only
 from hflow.training.megatron.attention import PackedAttention
-from hflow.training.megatron.experts import GroupedExperts, Router
+from hflow.training.megatron.experts import BiasedExperts, GroupedExperts, Router
 from hflow.training.megatron.hf_mapping import copies_key_value_heads
 from hflow.training.megatron.latent_attention import PackedLatentAttention
 from hflow.training.megatron.layers import GatedGelu, GatedSilu, NormedSum, RepeatedQkv, RMSNorm
@@ -129,7 +129,7 @@ def block_spec(
         parallel: this rank's layout.
         kernels: the layers' kernels.
     """
-    copies, parts = None, _parts(model, kernels)
+    copies, parts = None, _parts(model, math, kernels)
     if copies_key_value_heads(model, parallel.tensor):
         copies = parallel.tensor_block(parallel.tensor // model.num_kv_heads)
     dense = mixed = _layer_spec(config, model, math, copies, parts)
@@ -150,12 +150,12 @@ class LayerParts:
     spec: Callable[[bool], ModuleSpec]
     """Return megatron's layer with one MLP, with or without norms of q and k."""
     norm: Any
-    experts: type
+    experts: Any
     linear: type
     """A linear layer without a norm, whose outputs tensor ranks divide."""
 
 
-def _parts(model: ModelShape, kernels: LayerKernels) -> LayerParts:
+def _parts(model: ModelShape, math: LayerMath, kernels: LayerKernels) -> LayerParts:
     if kernels is LayerKernels.TRANSFORMER_ENGINE:
         assert not torch_only(model), "a plan chooses torch's kernels"
         from hflow.training.megatron import te_layers
@@ -166,7 +166,10 @@ def _parts(model: ModelShape, kernels: LayerKernels) -> LayerParts:
             te_layers.SeparateExperts,
             te_layers.TEColumnParallelLinear,
         )
-    return LayerParts(_torch_spec, RMSNorm, GroupedExperts, megatron_layers.ColumnParallelLinear)
+    experts: Any = GroupedExperts
+    if math.clamp is not None:
+        experts = ModuleSpec(BiasedExperts, params={"clamp": math.clamp})
+    return LayerParts(_torch_spec, RMSNorm, experts, megatron_layers.ColumnParallelLinear)
 
 
 def _torch_spec(has_qk_norm: bool) -> ModuleSpec:
@@ -195,7 +198,8 @@ def _layer_spec(
     layer = parts.spec(model.has_qk_norm)
     modules, attention = layer.submodules, layer.submodules.self_attention.submodules
     modules.mlp.params["ffn_hidden_size"] = model.intermediate
-    attention.core_attention = ModuleSpec(PackedAttention, params={"math": math})
+    core = {"math": math, "has_sinks": model.has_sinks}
+    attention.core_attention = ModuleSpec(PackedAttention, params=core)
     if model.has_qk_norm:
         attention.q_layernorm = attention.k_layernorm = parts.norm
     if copies is not None:
@@ -222,6 +226,7 @@ def _expert_options(experts: Experts) -> dict[str, Any]:
         "moe_router_topk": experts.per_token,
         "moe_router_pre_softmax": True,  # megatron requires it for one expert per token
         "moe_shared_expert_intermediate_size": experts.shared or None,
+        "moe_shared_expert_gate": experts.has_shared_gate,
     }
 
 

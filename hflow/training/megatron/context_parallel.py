@@ -170,14 +170,15 @@ def attend_to_all(
     zeros = q.new_zeros(*q.shape[:2], v.shape[-1])
     if not division.segments:
         # Only padding. Sums of nothing are 0, and have queries and the gather join the backward pass.
-        return zeros + (q[:0].sum() + keys_and_values.sum())
+        nothing = q[:0].sum() + keys_and_values.sum()
+        return zeros + (nothing if reach.sinks is None else nothing + reach.sinks[:0].sum())
     keys, values = keys_and_values[..., :width], keys_and_values[..., width:]
     queries, padding = q[: division.num_queries], zeros[division.num_queries :]
     if kernel is AttentionKernel.SDPA:
         attended = _one_by_one(queries, keys, values, division, scaling, reach)
     else:
         attended = varlen_attention(
-            *(kernel, queries, keys, values, division.cumulative, division.longest, scaling, reach.window)
+            *(kernel, queries, keys, values, division.cumulative, division.longest, scaling, reach)
         )
     return torch.cat((attended, padding))
 

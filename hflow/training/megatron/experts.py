@@ -19,13 +19,14 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor, nn
-from torch.nn.functional import grouped_mm, linear
+from torch.nn.functional import grouped_mm, linear, one_hot
+from torch.utils.checkpoint import checkpoint
 
 from hflow.models.expert_balance import BalancedTokens
 from hflow.models.expert_replay import ReplayedExperts, choose_experts
 from hflow.shapes.model_shape import ModelShape
 from hflow.training.megatron.layers import gated_silu
-from hflow.training.megatron.supported_models import Routing
+from hflow.training.megatron.supported_models import GateClamp, Routing
 
 _ALIGNMENT = 16
 """Rows of the matrices of a grouped product begin at multiples of this many bytes."""
@@ -65,15 +66,23 @@ class Router(nn.Module):
         )
         # With sequence parallelism each tensor rank has a part of the tokens, so gradients must be summed.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.bias: Any = None
+        """`[N]`: what is added to logits."""
         self.score_bias: nn.Parameter | None = None
         """fp32 `[N]`: what is added to scores before experts are chosen. It has no gradient."""
-        if model.experts.has_router_bias:
+        if model.experts.has_bias:
+            self.bias = nn.Parameter(torch.empty(model.experts.num, dtype=config.params_dtype))
+            self.bias.sequence_parallel = config.sequence_parallel
+        elif model.experts.has_router_bias:
             self.score_bias = nn.Parameter(torch.empty(model.experts.num), requires_grad=False)
 
     def forward(self, hidden: Tensor, padding_mask: None = None) -> tuple[Tensor, Tensor]:
         """Route `[U', 1, D]`: return weights `[U', N]`, 0 for other experts, and bool `[U', N]`."""
         rows, routing = hidden.flatten(0, 1), self.routing
-        logits = linear(rows.float(), self.weight.float()) if routing.in_fp32 else linear(rows, self.weight)
+        if routing.in_fp32:
+            logits = linear(rows.float(), self.weight.float())
+        else:
+            logits = linear(rows, self.weight, self.bias)
         scores = logits.sigmoid() if routing.score == "sigmoid" else logits.softmax(-1, dtype=torch.float32)
         index = choose_experts(self._ranks(scores.detach()), self.per_token, self.replayed, self.layer)
         chosen = scores.gather(-1, index)
@@ -173,6 +182,59 @@ class GroupedExperts(nn.Module):
         """
         output = multiply(x, getattr(self, name))
         return self.adapters[name](x, output, multiply) if name in self.adapters else output
+
+
+class BiasedExperts(nn.Module):
+    """Experts with biases and clamped gates (gpt-oss), whose parameters are those of transformers.
+
+    Columns of gates and ups alternate. Tensor ranks divide them, and the rows of downs.
+    """
+
+    def __init__(
+        self, num_local_experts: int, config: Any, pg_collection: ProcessGroupCollection, *, clamp: GateClamp
+    ) -> None:
+        """Allocate weights without initialising them; `clamp` is the gate, and others are megatron's."""
+        super().__init__()
+        self.num_ranks, self.clamp = pg_collection.expt_tp.size(), clamp
+        rows, hidden = config.moe_ffn_hidden_size // self.num_ranks, config.hidden_size
+        is_divided = pg_collection.ep.size() > 1
+
+        def parameter(*shape: int, split_axis: int | None) -> Any:
+            made: Any = nn.Parameter(torch.empty(num_local_experts, *shape, dtype=config.params_dtype))
+            made.allreduce = not is_divided  # whether all data ranks have it
+            if split_axis is None:
+                made.sequence_parallel = config.sequence_parallel
+            else:
+                set_tensor_model_parallel_attributes(made, True, split_axis, 1)
+            return made
+
+        self.gate_up_proj = parameter(hidden, 2 * rows, split_axis=2)
+        self.gate_up_proj_bias = parameter(2 * rows, split_axis=1)
+        self.down_proj = parameter(rows, hidden, split_axis=1)
+        self.down_proj_bias = parameter(hidden, split_axis=None)
+
+    def forward(self, tokens: Tensor, per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
+        """Compute `[R, D]` -> `[R, D]`, as `GroupedExperts.forward`.
+
+        Each tensor rank adds its share of the biases of downs, over which the token dispatcher sums.
+        """
+        ends = per_expert.cumsum(0).to(tokens.device, torch.int32, non_blocking=True)
+        rows = torch.arange(len(tokens), device=tokens.device)
+        expert = torch.searchsorted(ends, rows, right=True)
+        is_of = one_hot(expert, len(ends)).to(tokens.dtype)  # to add biases, in a fixed order
+        gate_up = _each_linear(tokens, self.gate_up_proj.transpose(1, 2), per_expert, ends)
+        gate_up = torch.addmm(gate_up, is_of, self.gate_up_proj_bias)
+        activated: Any = checkpoint(  # keeps the input alone
+            *(_clamped_gate, gate_up, weights, self.clamp), use_reentrant=False, preserve_rng_state=False
+        )
+        out = _each_linear(activated, self.down_proj.transpose(1, 2), per_expert, ends)
+        return torch.addmm(out, is_of * (weights / self.num_ranks)[:, None], self.down_proj_bias), None
+
+
+def _clamped_gate(x: Tensor, weights: Tensor, clamp: GateClamp) -> Tensor:
+    """Return `[R, F]` of `[R, 2 F]`, each row multiplied by its weight, `[R]`."""
+    gate, up = x[..., 0::2].clamp(max=clamp.limit), x[..., 1::2].clamp(-clamp.limit, clamp.limit)
+    return (up + 1) * (gate * torch.sigmoid(clamp.alpha * gate)) * weights[:, None]
 
 
 def forget_routing(module: nn.Module) -> None:

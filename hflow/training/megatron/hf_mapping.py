@@ -29,9 +29,13 @@ from hflow.shapes.model_shape import (
     A,
     AdapterShape,
     B,
+    Experts,
     LatentAttention,
     ModelShape,
     is_in_fp32,
+    layer_norms,
+    router_path,
+    shared_path,
 )
 from hflow.types.kernels import LayerKernels
 
@@ -346,13 +350,11 @@ def _layer_parameters(
         yield _whole(f"{attention}linear_proj.bias", f"{o_proj}bias", (model.hidden,))
     is_fused = of_te and not has_experts
     norm = f"{ours}mlp.linear_fc1.layer_norm_weight" if is_fused else f"{ours}pre_mlp_layernorm.weight"
-    before_mlp = "post_attention_layernorm"
-    if model.has_post_norms:
-        before_mlp = "pre_feedforward_layernorm"
-        for name, theirs_norm in (("self_attn", "post_attention"), ("mlp", "post_feedforward")):
-            after = f"{theirs}{theirs_norm}_layernorm.weight"
-            yield _whole(f"{ours}{name}_bda.norm.weight", after, (model.hidden,))
-    yield _whole(norm, f"{theirs}{before_mlp}.weight", (model.hidden,))
+    norms = layer_norms(model)
+    for name, after in (("self_attn", norms.after_attention), ("mlp", norms.after_mlp)):
+        if after is not None:
+            yield _whole(f"{ours}{name}_bda.norm.weight", f"{theirs}{after}.weight", (model.hidden,))
+    yield _whole(norm, f"{theirs}{norms.before_mlp}.weight", (model.hidden,))
     if has_experts:
         yield from _experts(model, position, f"{ours}mlp.", f"{theirs}mlp.", kernels)
     else:
@@ -362,6 +364,10 @@ def _layer_parameters(
 def _queries_keys_values(
     model: ModelShape, position: ShardPosition, ours: str, theirs: str
 ) -> Iterator[MappedParameter]:
+    if model.has_sinks:
+        span = position.local_span(model.num_heads)
+        part = TensorPart(f"{theirs}sinks", (model.num_heads,), 0, span, 0)
+        yield MappedParameter(f"{ours}core_attention.sinks", (part.length,), (part,))
     yield from _qkv(model, position, f"{ours}linear_qkv.", theirs, "weight", (model.hidden,))
     if model.has_qkv_bias:
         yield from _qkv(model, position, f"{ours}linear_qkv.", theirs, "bias", ())
@@ -400,9 +406,8 @@ def _latents(
 def _mlp(
     model: ModelShape, intermediate: int, position: ShardPosition, ours: str, theirs: str
 ) -> Iterator[MappedParameter]:
-    yield _gate_up(intermediate, position, f"{ours}linear_fc1.", theirs, "weight", (model.hidden,))
-    if model.has_mlp_bias:
-        yield _gate_up(intermediate, position, f"{ours}linear_fc1.", theirs, "bias", ())
+    for kind, rest in (("weight", (model.hidden,)), *([("bias", ())] if model.has_mlp_bias else [])):
+        yield _gate_up(model, intermediate, position, f"{ours}linear_fc1.", theirs, kind, rest)
     down = f"{theirs}down_proj."
     yield _columns(f"{ours}linear_fc2.weight", f"{down}weight", model, intermediate, position)
     if model.has_mlp_bias:
@@ -418,13 +423,23 @@ def _experts(
     """
     experts, hidden = model.experts, model.hidden
     assert experts is not None
-    yield _whole(f"{ours}router.weight", f"{theirs}gate.weight", (experts.num, hidden))
+    router = f"{theirs}{router_path(experts)}."
+    yield _whole(f"{ours}router.weight", f"{router}weight", (experts.num, hidden))
+    if experts.has_router_bias:
+        name, bias = ("bias", "bias") if experts.has_bias else ("score_bias", SCORE_BIAS)
+        yield _whole(f"{ours}router.{name}", f"{router}{bias}", (experts.num,))
     if experts.shared:
-        shared = f"{ours}shared_experts.", f"{theirs}shared_experts."
+        shared = f"{ours}shared_experts.", f"{theirs}{shared_path(experts)}."
         yield from _mlp(model, experts.shared, position, *shared)
+        if experts.has_shared_gate:
+            gate = f"{theirs}shared_expert_gate.weight"
+            yield _whole(f"{ours}shared_experts.gate_weight", gate, (1, hidden))
     size = experts.num // position.num_expert
     local = (position.expert * size, (position.expert + 1) * size)
     span = position.local_span(experts.intermediate)
+    if experts.has_bias:
+        yield from _biased_experts(experts, hidden, local, span, f"{ours}experts.", f"{theirs}experts.")
+        return
     rows = span[1] - span[0]
     wide, tall = (experts.num, experts.intermediate, hidden), (experts.num, hidden, experts.intermediate)
     of_te = kernels is LayerKernels.TRANSFORMER_ENGINE
@@ -451,8 +466,31 @@ def _experts(
     else:
         yield gate_up("gate_up", local)
         yield down("down", local)
-    if experts.has_router_bias:
-        yield _whole(f"{ours}router.score_bias", f"{theirs}gate.{SCORE_BIAS}", (experts.num,))
+
+
+def _biased_experts(
+    experts: Experts, hidden: int, local: Span, span: Span, ours: str, theirs: str
+) -> Iterator[MappedParameter]:
+    """Map experts with biases, whose parameters are those of transformers.
+
+    Args:
+        experts: the sizes of all experts.
+        hidden: D.
+        local: the rank's experts.
+        span: the rank's rows of an expert.
+        ours: the path of the module.
+        theirs: the path in the checkpoint.
+    """
+    n, f, pairs = experts.num, experts.intermediate, (2 * span[0], 2 * span[1])
+    for name, whole, axis, held in (
+        ("gate_up_proj", (n, hidden, 2 * f), 2, pairs),
+        ("gate_up_proj_bias", (n, 2 * f), 1, pairs),
+        ("down_proj", (n, f, hidden), 1, span),
+        ("down_proj_bias", (n, hidden), 0, local),
+    ):
+        part = TensorPart(theirs + name, whole, axis, held, 0, local)
+        shape = _with((local[1] - local[0], *whole[1:]), axis, part.length)
+        yield MappedParameter(ours + name, shape, (part,), is_expert=True)
 
 
 def _whole(name: str, tensor: str, shape: tuple[int, ...]) -> MappedParameter:
@@ -479,12 +517,30 @@ def _columns(
 
 
 def _gate_up(
-    intermediate: int, position: ShardPosition, ours: str, theirs: str, kind: str, rest: tuple[int, ...]
+    model: ModelShape,
+    intermediate: int,
+    position: ShardPosition,
+    ours: str,
+    theirs: str,
+    kind: str,
+    rest: tuple[int, ...],
 ) -> MappedParameter:
     """Map rows of the gate, then the same rows of the up projection; `rest` is the shape of a row."""
-    span = position.local_span(intermediate)
-    gate = TensorPart(f"{theirs}gate_proj.{kind}", (intermediate, *rest), 0, span, 0)
-    up = TensorPart(f"{theirs}up_proj.{kind}", (intermediate, *rest), 0, span, gate.length)
+    first, last = position.local_span(intermediate)
+    num_fused = 2 if model.has_fused_mlp else 1
+    gate, up = (
+        TensorPart(
+            f"{theirs}{'gate_up' if model.has_fused_mlp else name}_proj.{kind}",
+            (num_fused * intermediate, *rest),
+            0,
+            (first + skipped, last + skipped),
+            offset,
+        )
+        for name, skipped, offset in (
+            ("gate", 0, 0),
+            ("up", (num_fused - 1) * intermediate, last - first),
+        )
+    )
     return MappedParameter(ours + kind, (2 * gate.length, *rest), (gate, up))
 
 

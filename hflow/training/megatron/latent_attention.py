@@ -23,6 +23,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn.functional import linear
 
 from hflow.shapes.model_shape import ModelShape
@@ -35,19 +36,20 @@ _EPSILON = 1e-6
 
 
 class WholeLinear(nn.Module):
-    """A linear layer `[..., I]` -> `[..., O]` that all tensor ranks have whole."""
+    """A linear layer `[..., I]` -> `[..., O]` that all tensor ranks have whole, with megatron's interface."""
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, config: Any) -> None:
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, config: Any, tp_group: ProcessGroup) -> None:
         """Allocate weights without initialising them; `config` is megatron's `TransformerConfig`."""
         super().__init__()
+        self.tp_group = tp_group
         self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
         self.bias = nn.Parameter(torch.empty(outputs, dtype=config.params_dtype)) if bias else None
         for weight in self.parameters():
             weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Multiply."""
-        return linear(x, self.weight, self.bias)
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """Multiply; the second result, a bias still to add, is None."""
+        return linear(x, self.weight, self.bias), None
 
 
 class PackedLatentAttention(nn.Module):
@@ -83,7 +85,8 @@ class PackedLatentAttention(nn.Module):
             return ColumnParallelLinear(inputs, outputs, gather_output=False, bias=False, **options)
 
         def to_small(outputs: int) -> WholeLinear:
-            return WholeLinear(model.hidden, outputs, bias=model.has_qkv_bias, config=config)
+            bias = model.has_qkv_bias
+            return WholeLinear(model.hidden, outputs, bias=bias, config=config, tp_group=self.tp_group)
 
         inputs = model.hidden
         if sizes.q_rank is not None:
@@ -106,9 +109,9 @@ class PackedLatentAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Attend: `[U', 1, D]` -> `[U', 1, D]`, with a bias `[D]` still to add, if there is one."""
         inputs, sizes = packed_seq_params, self.sizes
-        small = hidden_states if sizes.q_rank is None else self.q_norm(self.linear_q_down(hidden_states))
+        small = hidden_states if sizes.q_rank is None else self.q_norm(self.linear_q_down(hidden_states)[0])
         q = self._heads(self.linear_q(small)[0])
-        small, rope = self.linear_kv_down(hidden_states).split((sizes.kv_rank, sizes.rope), dim=-1)
+        small, rope = self.linear_kv_down(hidden_states)[0].split((sizes.kv_rank, sizes.rope), dim=-1)
         keys, v = self._heads(self.linear_kv(self.kv_norm(small))[0]).split((sizes.nope, sizes.value), dim=-1)
         exchange = (
             gather_from_sequence_parallel_region
@@ -129,7 +132,5 @@ class PackedLatentAttention(nn.Module):
 
     def _rotated(self, x: Tensor, inputs: PackedInputs) -> Tensor:
         """Rotate the first U rows of `[U', heads, size]`, and leave padding as it is."""
-        if self.math.is_interleaved:  # neighbours are the coordinates of a plane
-            x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
-        rotated = rotate(x[: inputs.num_tokens], inputs.rotation(None))
+        rotated = rotate(x[: inputs.num_tokens], inputs.rotation(None), self.math.is_interleaved)
         return torch.cat((rotated, x[inputs.num_tokens :])) if len(x) > len(rotated) else rotated

@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from hflow.base.errors import BackendError
-from hflow.shapes.architectures import LLAMA_LIKE_FAMILIES, ROUTERS, read_shape
+from hflow.shapes.architectures import KNOWN_FAMILIES, ROUTERS, read_shape
 from hflow.shapes.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-FAMILIES = (*LLAMA_LIKE_FAMILIES, "glm4_moe", "deepseek_v2", "deepseek_v3", "gemma3_text")
+FAMILIES = KNOWN_FAMILIES
 """`model_type`s that are built."""
-_PARTLY_ROTATED = ("glm4_moe",)
+_PARTLY_ROTATED = ("glm4", "glm4_moe")
 """Families that may rotate only the first entries of each head."""
 _LATENT = ("deepseek_v2", "deepseek_v3")
 """Families with latent attention."""
@@ -56,6 +56,15 @@ class Routing:
 
 
 @dataclass(frozen=True)
+class GateClamp:
+    """The activation of gpt-oss: `(up + 1) * gate * sigmoid(alpha * gate)`, of clamped gates and ups."""
+
+    alpha: float
+    limit: float
+    """The largest gate, and the largest absolute value of ups."""
+
+
+@dataclass(frozen=True)
 class LayerMath:
     """What layers compute, beside their sizes."""
 
@@ -71,6 +80,8 @@ class LayerMath:
     """Whether neighbouring entries are rotated together, in place of those of the two halves."""
     has_gelu: bool = False
     """Whether gates are activated by GELU, in its approximation by tanh, in place of SiLU."""
+    clamp: GateClamp | None = None
+    """The activation of experts with biases."""
     has_centred_norms: bool = False
     """Whether 1 is added to the weights of norms."""
     embedding_scale: float = 1.0
@@ -89,6 +100,10 @@ class LayerMath:
         if family in _LATENT:
             is_interleaved = getattr(config, "rope_interleave", True)
             return replace(plain, score_scale=_latent_scale(config), is_interleaved=is_interleaved)
+        if family == "glm4":
+            return replace(plain, is_interleaved=True)
+        if family == "gpt_oss":
+            return replace(plain, clamp=GateClamp(config.swiglu_alpha, config.swiglu_limit))
         if family == "gemma3_text":
             return replace(
                 plain,

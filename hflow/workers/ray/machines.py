@@ -36,11 +36,12 @@ class Machine:
     cpus: float
     gpus: float
     kind: str = ""
-    """Ray's name of its GPUs, in lower case, as `h100` or `a100-40g`; empty if it knows none."""
+    """Ray's name of its GPUs, in lower case, as `h100` or `geforce-rtx-4090`; empty if it knows none."""
 
     def has(self, device: str) -> bool:
         """Return whether its GPUs may be devices of a name: as far as Ray's name of them says."""
-        return device.startswith(self.kind) or self.kind.startswith(device)
+        ours, theirs = set(device.split("-")), set(self.kind.split("-"))
+        return not self.kind or ours <= theirs or theirs <= ours
 
     def num_workers(self, device: str) -> int:
         """Return the number of workers that it can hold: one for each GPU or CPU, and each has a CPU."""

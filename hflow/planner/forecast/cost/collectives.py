@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from hflow.planner.forecast.cost.roofline import LATENCY, NETWORK, Part
 from hflow.planner.plan.calibration import LinkRate
@@ -58,9 +58,8 @@ class RankPlacement:
         return hardware.within_rack if self.machines > 1 else hardware.intra
 
 
-@dataclass(frozen=True)
-class LinkTime:
-    """Seconds on links: for transferring bytes, and for latency."""
+class LinkTime(NamedTuple):
+    """Seconds on links: for transferring bytes, and for latency. A search makes hundreds of thousands."""
 
     transfer: float = 0.0
     latency: float = 0.0
@@ -70,7 +69,7 @@ class LinkTime:
         """The sum of both."""
         return self.transfer + self.latency
 
-    def __add__(self, other: LinkTime) -> LinkTime:
+    def __add__(self, other: LinkTime) -> LinkTime:  # type: ignore[override]
         """Return the time of one after the other."""
         return LinkTime(self.transfer + other.transfer, self.latency + other.latency)
 

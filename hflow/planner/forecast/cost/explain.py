@@ -35,7 +35,7 @@ PARTS: Mapping[str, Origin] = {
         ("host.{host}.expert_us", "host.{host}.expert_launch_us", "host.{host}.expert_loop_us"),
     ),
     "ranks": ("host", ("host.{host}.step_us",)),
-    "messages": ("host", ("node_us",)),
+    "messages": ("host", ("node_us", "process_us")),
     "episodes": ("host", ("sample_us",)),
     "tensors": ("host", ("transfers.tensor_us",)),
     "tokens to experts": ("network", ("intra.share", "inter.share")),

@@ -231,7 +231,7 @@ class DecodeSeconds(NamedTuple):
     products: Part
     attention: Part
     others: float
-    """Element-wise kernels."""
+    """Element-wise kernels, and draws."""
     gaps: float
     """Between the kernels of a CUDA graph."""
     launching: float
@@ -263,6 +263,8 @@ class DecodeStep:
         self._gaps = replica.host.gap_us * 1e-6 * shape.num_layers
         has_passes = replica.host.passes is not None
         others = shape.num_layers * elementwise_bytes(replica, 1) / p if has_passes else 0.0
+        if replica.launches_ahead:
+            others += replica.traits.logit_passes * replica.itemsize * shape.vocab / t
         self._other_seconds = others / replica.rates.stream
         self._expert_seconds = p * replica.expert_seconds
         self._products: dict[float, Part] = {}

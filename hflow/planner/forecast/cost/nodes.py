@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from copy import copy
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from hflow.config.schema import ModelConfig
+from hflow.config.schema import ONE_PROCESS, ModelConfig
 from hflow.graph.ir import Level, NodeSpec
 from hflow.planner.forecast.cost.collectives import RankPlacement
 from hflow.planner.forecast.cost.flops import Work, work_of
@@ -89,8 +88,9 @@ class Costs:
             name: the replica's name. The dtype of its model stays.
             config: a configuration with as many running sequences as the cache of an engine holds.
         """
-        replica, other = self.replica(name), copy(self)
-        other._replicas = {name: replica and replica.with_config(config)}
+        replica, other = self.replica(name), object.__new__(Costs)
+        replicas = {**self._replicas, name: replica and replica.with_config(config)}
+        vars(other).update(vars(self), _replicas=replicas)
         return other
 
     def source(self) -> Parts:
@@ -174,7 +174,9 @@ class Costs:
     @property
     def _messages(self) -> Part:
         """The time between controller and workers of a batch node, or of a weight update."""
-        return Part("messages", self._hardware.calibration.node_us * 1e-6, HOST)
+        has_processes = self._request.settings.get("workers") not in ONE_PROCESS
+        micros = self.calibration.node_us + has_processes * self.calibration.process_us
+        return Part("messages", micros * 1e-6, HOST)
 
     def weights(self, route: WeightRoute) -> Parts:
         """Return the time in which an engine loads new weights."""
@@ -263,9 +265,9 @@ class Costs:
             return forward(replica, work)
         balance = replica.config.balance
         counts_first = balance is not None and balance.over == "batch"
-        passes = forward(replica, work)
-        first = [*(passes if spec.has_first_pass else []), *(passes if counts_first else [])]
-        return [*(part.times(num_updates) for part in first), *train(replica, work, num_updates)]
+        num_first = spec.has_first_pass + counts_first
+        first = [part.times(num_updates) for part in forward(replica, work)] if num_first else []
+        return [*(num_first * first), *train(replica, work, num_updates)]
 
     def operands(self, node: ScheduledNode) -> Operands | None:
         """Return the samples of an infer or train node and its model; None if its sizes are unknown."""
@@ -315,6 +317,7 @@ class Costs:
         if name not in self._replicas:
             replica = self._plan.replica(name)
             shape, config = self._shapes.get(replica.model), self._config(replica)
+            first, cluster = replica.workers[0], self._plan.cluster
             self._replicas[name] = (
                 None
                 if shape is None
@@ -322,8 +325,8 @@ class Costs:
                     replica,
                     shape,
                     config,
-                    self._hardware.at(replica.workers[0]),
-                    self._plan.cluster,
+                    self._hardware.at(first).with_cores(len(cluster.cores_of(first))),
+                    cluster,
                     attention_choice(replica, self._request).kernel,
                 )
             )

@@ -5,7 +5,6 @@ Seconds in which tokens are sent to the ranks of their experts and back.
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -134,8 +133,9 @@ class ReplicaCosts:
 
         Nothing that is kept here depends on these, so it is not computed again.
         """
-        other = copy(self)
-        object.__setattr__(other, "config", config)
+        other = object.__new__(ReplicaCosts)
+        vars(other).update(vars(self), config=config)
+        vars(other).pop("unquantized", None)  # which has a configuration
         return other
 
     @property

@@ -122,9 +122,10 @@ def kept_per_token(rank: Rank, *, pads: bool, num_mlp: int = 4) -> tuple[int, fl
     """Return the bytes per token that a layer keeps: of rows of D, and of rows that tensor ranks divide.
 
     A norm keeps its input, the normalised rows and its output (in bf16 the input as fp32). Attention keeps q,
-    k, v (those of all context ranks), its output and the log of each row's sum. The MLP keeps gate, up, the
-    activated gate and their product, as far as the backend does; a router in fp32 a copy of its input. Where
-    layers differ, it is their mean.
+    k, v (those of all context ranks), its output and the log of each row's sum. In latent attention the small
+    vectors have norms, and v is padded to the size of q; the output is kept so, and in its own size. The MLP
+    keeps gate, up, the activated gate and their product, as far as the backend does; a router in fp32 a copy
+    of its input. Where layers differ, it is their mean.
 
     Args:
         rank: a rank with the model and dtype.
@@ -135,13 +136,20 @@ def kept_per_token(rank: Rank, *, pads: bool, num_mlp: int = 4) -> tuple[int, fl
     shape, width = rank.shape, rank.width
     heads, kv = rank.query_size, rank.key_copies * rank.key_value_size
     attention: float = width * (2 * heads + 2 * kv * rank.context) + FP32_BYTES * shape.num_heads
+    latent, small, outputs = shape.latent, 0, heads
+    if latent is not None:
+        outputs = shape.num_heads * latent.value
+        ranks = (latent.kv_rank, *(() if latent.q_rank is None else (latent.q_rank,)))
+        small = width * latent.rope + sum(_kept_by_norm(size, width) for size in ranks)
     if pads and not rank.has_varlen_kernel:
-        attention = SLOTS_PER_TOKEN * attention + width * heads
+        attention = SLOTS_PER_TOKEN * attention + width * outputs
+    elif latent is not None:
+        attention += width * outputs
     if shape.has_qk_norm:
         num_norms = shape.num_heads + shape.num_kv_heads
         attention += num_norms * ((8 if width == FP32_BYTES else 6) * shape.head_dim + FP32_BYTES)
     norms = (4 if shape.has_post_norms else 2) * _kept_by_norm(shape.hidden, width)
-    return norms + _kept_by_router(shape, width), attention + num_mlp * width * mean_mlp_rows(shape)
+    return norms + small + _kept_by_router(shape, width), attention + num_mlp * width * mean_mlp_rows(shape)
 
 
 def layer_input(rank: Rank, batch: MicroBatch) -> int:
@@ -211,6 +219,26 @@ def backward_buffers(rank: Rank, batch: MicroBatch, num_mlp: int = 2) -> int:
     return max(mlp, _attention_gradients(rank, batch))
 
 
+def weighted_copies(rank: Rank, tokens: int, *, has_gradient: bool) -> int:
+    """Return the bytes at the moment when transformers weights the outputs of experts; 0 without experts.
+
+    In the backward pass, beyond what is kept: the gradient of each weighted copy of a token, its products
+    with the weight and with the output, the output's gradient if in another dtype, and the residual's.
+    Without gradient: each copy of a token, the outputs, the weighted ones in two orders, and rows of D.
+    Source: `grouped_mm_experts_forward` in transformers/integrations/moe.py.
+    """
+    shape, width = rank.shape, rank.width
+    if shape.experts is None:
+        return 0
+    kind = ROUTERS.get(shape.family)
+    weighted = FP32_BYTES if kind is not None and (kind.in_fp32 or kind.weighs_in_fp32) else width
+    if has_gradient:
+        rows = (3 * weighted + width * (weighted != width)) * shape.experts.per_token + width
+    else:
+        rows = 2 * (weighted + width) * shape.experts.per_token + 4 * width
+    return rows * shape.hidden * tokens
+
+
 def _attention_gradients(rank: Rank, batch: MicroBatch) -> int:
     """Return the bytes of the backward pass of attention behind shared prompts, beyond what is kept.
 
@@ -219,7 +247,8 @@ def _attention_gradients(rank: Rank, batch: MicroBatch) -> int:
     """
     heads, kv = rank.query_size // rank.tensor, rank.key_value_size // rank.tensor
     own = (rank.shape.hidden + 4 * heads + 2 * kv) * batch.tokens
-    return rank.width * (own + round(SLOTS_PER_TOKEN * 2 * kv * (batch.tokens + batch.repeated)))
+    keys = 2 * kv * rank.key_copies * (batch.tokens + batch.repeated)
+    return rank.width * (own + round(SLOTS_PER_TOKEN * keys))
 
 
 def tower_activations(rank: Rank, batch: MicroBatch) -> int:

@@ -243,8 +243,8 @@ def group_phases(context: MemoryContext, group: DeviceGroup) -> list[tuple[str, 
     return list(_phases(context, group))
 
 
-def resident_bytes(context: MemoryContext, rank: Rank, phase: str, inferred: Container[str]) -> int:
-    """Return the bytes of one rank on a device before a phase, without KV caches and the device's runtime.
+def state_bytes(context: MemoryContext, rank: Rank, phase: str, inferred: Container[str]) -> int:
+    """Return the bytes of one rank on a device before a phase, without KV caches and what its runtime takes.
 
     Args:
         context: the plan and its request.
@@ -252,8 +252,7 @@ def resident_bytes(context: MemoryContext, rank: Rank, phase: str, inferred: Con
         phase: `generate`, `wake`, a node, or "" for any node that does not use the rank.
         inferred: replicas that have inferred since they trained.
     """
-    state = _resident_of_rank(context, rank, phase, inferred, {rank.replica.name: 0})
-    return (state + context.communicators((rank,))).total()
+    return _resident_of_rank(context, rank, phase, inferred, {rank.replica.name: 0}).total()
 
 
 def transient_bytes(context: MemoryContext, rank: Rank, phase: str) -> int:

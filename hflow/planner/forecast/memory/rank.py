@@ -47,6 +47,15 @@ class Rank:
     on_cpu: bool
     """Whether the device's memory is that of the host, and collectives use gloo."""
 
+    def with_config(self, config: ModelConfig) -> Rank:
+        """Return the rank with other micro-batches, recomputation, offloading, stages of ZeRO or sequences.
+
+        Nothing that is kept here depends on these, so it is not computed again.
+        """
+        other = object.__new__(Rank)
+        vars(other).update(vars(self), config=config)
+        return other
+
     @cached_property
     def traits(self) -> BackendTraits:
         """The traits of the replica's backend."""
@@ -230,9 +239,11 @@ class Rank:
     @property
     def key_copies(self) -> int:
         """How often attention has keys and values: once, or for each query head that shares them."""
-        if not self.has_varlen_kernel or varlen_groups_queries() or flash_versions():
-            return 1
-        return self.shape.num_heads // self.shape.num_kv_heads
+        if self.has_varlen_kernel:
+            is_grouped = varlen_groups_queries() or bool(flash_versions())
+        else:
+            is_grouped = self.on_cpu  # see `padded_attention`
+        return 1 if is_grouped else self.shape.num_heads // self.shape.num_kv_heads
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from hflow.report.tables import (
     times_table,
     weights_table,
 )
-from hflow.report.text.plan.graph import LAG_NOTE
+from hflow.report.text.graph import LAG_NOTE
 
 TERMS: tuple[tuple[str, str], ...] = (
     ("step", "One round: samples are generated and scored, then the models learn from them once."),

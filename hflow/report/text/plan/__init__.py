@@ -10,10 +10,10 @@ from rich.text import Text
 
 from hflow.planner.plan.rows import Plan
 from hflow.report.tables import data_table, placements_table, times_table, weights_table
+from hflow.report.text.graph import graph_section
 from hflow.report.text.plan.assumptions import assumptions_section
 from hflow.report.text.plan.data import routing_section, samples_section
 from hflow.report.text.plan.devices import devices_section, replicas_section, turns_section
-from hflow.report.text.plan.graph import graph_section
 from hflow.report.text.plan.header import header
 from hflow.report.text.plan.memory import memory_section
 from hflow.report.text.plan.time import period_section

@@ -35,6 +35,12 @@ def _build(groups: list[dict[str, Any]], optim: OptimConfig) -> Any:
     )
 
 
+def _find_problem(optim: OptimConfig) -> str | None:
+    if optim.nesterov and optim.momentum == 0:
+        return "nesterov is true, but momentum is 0; set momentum, as in 0.95, or remove nesterov"
+    return None
+
+
 OPTIMIZER = OptimizerKind(
     name="muon",
     summary="Muon (Jordan et al. 2024) for matrices of layers, and AdamW for other weights.",
@@ -46,4 +52,5 @@ OPTIMIZER = OptimizerKind(
         matrix_flops=_matrix_flops,
     ),
     build=_build,
+    find_problem=_find_problem,
 )
