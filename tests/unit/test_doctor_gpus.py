@@ -67,7 +67,7 @@ def test_equal_free_gpus_are_accepted():
 
 
 def test_gpus_are_those_that_the_driver_counts(monkeypatch):
-    """As CUDA_VISIBLE_DEVICES has left out the first four."""
+    """CUDA_VISIBLE_DEVICES hides the first four."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     (found,) = failures(f"{H100}\n" + H100.replace("Default", "Prohibited"), 2, first=4)
     assert "nvidia-smi -i 5 -c DEFAULT" in found

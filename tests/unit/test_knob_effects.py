@@ -45,7 +45,7 @@ class Forward:
 
 
 def inputs(theta: Tensor, lengths: list[int], group: int) -> dict[str, Any]:
-    """Return what nodes read, by the names of fields: log-probs far and near, and rewards of all sorts."""
+    """Return what nodes read, by the names of fields: log-probs far and near, and different rewards."""
     generator = torch.Generator().manual_seed(1)
 
     def draw(*size: int) -> Tensor:
@@ -103,7 +103,7 @@ def optional(node: Any) -> set[str]:
 
 
 def result(node: Any, knobs: Knobs, extra: str | None) -> Tensor:
-    """Return what a node returns in two calls: of a loss its entries and their gradient, else metrics too."""
+    """Call a node twice. Return entries and gradient of a loss, or else results and metrics."""
     theta = torch.rand(240, generator=torch.Generator().manual_seed(2), dtype=torch.float64).log()
     theta = theta.requires_grad_()
     of_pairs = node.__hflow__.kind.option_values.get("reduce") == "group-mean"
@@ -170,7 +170,7 @@ def ignored(node: Any, base: Knobs, extra: str | None) -> list[str]:
 
     Args:
         node: the node.
-        base: its knobs and options.
+        base: the node's knobs and options.
         extra: an optional input that the node has.
     """
     known: dict[str, Tensor] = {}

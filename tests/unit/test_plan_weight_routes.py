@@ -315,7 +315,7 @@ def full_tensors(shape):
 
 
 AXES_WITH_BIASES = {"gate_up_proj": 2, "gate_up_proj_bias": 1, "down_proj": 1, "down_proj_bias": None}
-"""Of experts with biases (gpt-oss): matrices are [experts, inputs, outputs]."""
+"""Tensor of experts with biases (gpt-oss) -> the axis that ranks divide. Matrices: [experts, in, out]."""
 
 
 def direct_cut(shape, end, coords):

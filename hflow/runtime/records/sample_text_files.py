@@ -92,11 +92,11 @@ def by_sample(rows: Iterable[SampleRow]) -> dict[SampleKey, list[SampleRow]]:
 
 def drop_samples_after(directory: Path, number: int) -> None:
     """Delete the rows of more than `number` completed steps, as the run takes them again."""
-    for path, first in _Files(directory).by_first_step():
-        if first > number:
+    for path, steps in _Files(directory).with_steps():
+        if steps.start > number:
             path.unlink()
-        elif path.suffix == ".gz" and first + STEPS_PER_FILE > number:
-            _filter(path, None, lambda rows: [row for row in rows if row["step"] <= number])
+        elif steps[-1] > number:
+            _filter(path, lambda rows: [row for row in rows if row["step"] <= number])
 
 
 def keep_samples(directory: Path, known_among: Callable[[Set[SampleKey]], Container[SampleKey]]) -> None:
@@ -111,8 +111,8 @@ def keep_samples(directory: Path, known_among: Callable[[Set[SampleKey]], Contai
         known = known_among({_key(row) for row in rows})
         return [row for row in rows if _key(row) in known]
 
-    for path, first in _Files(directory).by_first_step():
-        _filter(path, None if path.suffix == ".gz" else first, kept)
+    for path, _ in _Files(directory).with_steps():
+        _filter(path, kept)
 
 
 class _Files:
@@ -135,13 +135,14 @@ class _Files:
         """Return the rows of a hundred, in the order of steps."""
         rows = [row for row in self._read_joined(block) if row["step"] not in self.single]
         for number in self._single_of(block):
-            rows += _rows(self.single[number], number)
+            rows += _rows(self.single[number])
         return sorted(rows, key=lambda row: int(row["step"]))
 
-    def by_first_step(self) -> Iterator[tuple[Path, int]]:
-        """Yield each file with the first step that it may have."""
-        yield from ((path, number) for number, path in self.single.items())
-        yield from ((path, block * STEPS_PER_FILE) for block, path in self._joined.items())
+    def with_steps(self) -> Iterator[tuple[Path, range]]:
+        """Yield each file with the steps that it may have."""
+        yield from ((path, range(number, number + 1)) for number, path in self.single.items())
+        for block, path in self._joined.items():
+            yield path, range(block * STEPS_PER_FILE, (block + 1) * STEPS_PER_FILE)
 
     def join_before(self, end: int) -> None:
         """Join the files of steps before `end`, a multiple of a hundred, into those of hundreds."""
@@ -157,9 +158,9 @@ class _Files:
         return _rows(self._joined[block]) if block in self._joined else []
 
 
-def _filter(path: Path, number: int | None, kept: Callable[[Sequence[SampleRow]], list[SampleRow]]) -> None:
-    """Keep these rows of a file, whose step is `number` or what they say, and no file without rows."""
-    rows = _rows(path, number)
+def _filter(path: Path, kept: Callable[[Sequence[SampleRow]], list[SampleRow]]) -> None:
+    """Keep these rows of a file, and no file without rows."""
+    rows = _rows(path)
     left = kept(rows)
     if not left:
         path.unlink()
@@ -179,7 +180,7 @@ def _joined_path(directory: Path, block: int) -> Path:
 def _read_step(directory: Path, number: int) -> list[SampleRow]:
     """Return the rows of a step. It does not look at other files, of which there are more and more."""
     if (single := _single_path(directory, number)).is_file():
-        return _rows(single, number)
+        return _rows(single)
     joined = _joined_path(directory, number // STEPS_PER_FILE)
     return [row for row in _rows(joined) if row["step"] == number] if joined.is_file() else []
 
@@ -207,14 +208,15 @@ def _number(path: Path, prefix: str) -> int:
     return int(text) if text.isdecimal() else -1
 
 
-def _rows(path: Path, number: int | None = None) -> list[SampleRow]:
-    """Read a file. The step of a row is `number`; None: what it says."""
+def _rows(path: Path) -> list[SampleRow]:
+    """Read a file. The step of a row is that of the file's name, or of several what the row says."""
+    number = _number(path, "step-")
     try:
         data = path.read_bytes()
         text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
         rows = [json.loads(line) for line in text.splitlines()]
-        required = ("turns", "root", "id", *(("step",) if number is None else ()))
-        step = {} if number is None else {"step": number}
+        required = ("turns", "root", "id", *(("step",) if number < 0 else ()))
+        step = {} if number < 0 else {"step": number}
         return [{**row, **{key: row[key] for key in required}, **step} for row in rows]
     except (ValueError, KeyError, TypeError, EOFError, OSError, RecursionError, zlib.error) as error:
         raise ConfigError(f"{path} is damaged: {error}; delete it") from error
