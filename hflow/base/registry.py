@@ -74,10 +74,6 @@ class Registry:
     def describe(self, name: str, kind: type[Kind]) -> Kind:
         """Import and return the descriptor of an implementation.
 
-        Args:
-            name: the implementation's name, which its descriptor repeats in the attribute `name`.
-            kind: the class of descriptors of this registry.
-
         Raises:
             PlanError: for the reasons of `load`, or if another package adds something else.
         """

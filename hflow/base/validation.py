@@ -260,11 +260,7 @@ def join(key: str, name: object) -> str:
 def unknown_key(path: str, name: object, known: Collection[str], paths: Collection[str] = ()) -> str:
     """Return the message for a key that does not exist, with what may have been meant.
 
-    Args:
-        path: the dotted key.
-        name: the part of the key that does not exist.
-        known: the names that exist there.
-        paths: the dotted keys that exist elsewhere in the configuration.
+    `known` are the names that exist beside the part `name`, and `paths` the dotted keys elsewhere.
     """
     return f"unknown key {path!r}{_suggestion(path, str(name), known, paths)}"
 

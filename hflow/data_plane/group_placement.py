@@ -44,11 +44,7 @@ class GroupPlacer:
     def rebalance_moves(self, stream: str, groups: Iterable[int]) -> dict[int, int]:
         """Return the groups that should move to a less loaded engine, each with that engine's worker.
 
-        None moves where two runs must be equal bit for bit.
-
-        Args:
-            stream: the stream of these groups.
-            groups: groups that may move, the first to move first.
+        None moves where two runs must be equal bit for bit. Groups are in the order in which they move.
         """
         load = self._loads.by_worker()
         moves: dict[int, int] = {}

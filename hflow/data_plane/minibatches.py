@@ -37,13 +37,9 @@ def shards(
     """Split a batch over the dp ranks of a node, minibatch by minibatch.
 
     Args:
-        rule: dp-heads, fields and policy of the node.
         cut: a train node's cut of its batch; None for other nodes, which process it as a whole.
-        groups: group id -> its remaining samples.
         holders: the samples' tokens, and the workers that have the rule's fields; samples stay where most
             data is, if balance permits.
-        seed: the run's seed.
-        step: the step that the batch belongs to.
 
     Returns:
         The samples of each rank. A minibatch of a rank may be empty, but all ranks have equally many.
@@ -60,10 +56,8 @@ def minibatch_units(
 
     Args:
         lengths: tokens of each sample; `group_size` neighbours are a group.
-        group_size: samples of a group.
         cut: a train node's cut of its batch; None for other nodes.
         by_group: whether a group stays on one rank.
-        seed: the run's seed.
     """
     groups = [lengths[i : i + group_size] for i in range(0, len(lengths), group_size)]
     ids = range(len(groups))
@@ -77,12 +71,7 @@ def minibatch_units(
 
 
 def heaviest_load(units: Sequence[int], num_ranks: int) -> int:
-    """Return the tokens of the heaviest rank, if units may be anywhere.
-
-    Args:
-        units: tokens of what is assigned as a whole, the longest first.
-        num_ranks: dp ranks.
-    """
+    """Return the tokens of the heaviest dp rank, if units, the longest first, may be anywhere."""
     loads = [0] * num_ranks
     for size in units:
         heapq.heapreplace(loads, loads[0] + size)
@@ -92,13 +81,9 @@ def heaviest_load(units: Sequence[int], num_ranks: int) -> int:
 def cut_minibatches(
     groups: Sequence[int], cut: BatchCut, seed: int, step: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Cut whole groups into minibatches whose sizes differ by at most one.
+    """Cut whole groups, in any order, into minibatches whose sizes differ by at most one.
 
-    Args:
-        groups: group ids; their order does not matter.
-        cut: the number of minibatches. None is ever empty: fewer groups make fewer minibatches.
-        seed: the run's seed.
-        step: only `seed` and `step` decide the shuffle.
+    None is ever empty: fewer groups make fewer minibatches. Only `seed` and `step` decide the shuffle.
     """
     shuffled = sorted(groups)
     random.Random(f"minibatches/{seed}/{step}").shuffle(shuffled)
@@ -109,18 +94,11 @@ def cut_minibatches(
 def assign_units(tokens: Sequence[int], num_ranks: int, holders: Mapping[int, Sequence[int]]) -> list[int]:
     """Assign units to ranks, moving as few tokens as balance permits. Deterministic.
 
-    A unit is what is assigned as a whole: a sample, or a group that must stay together.
-    The limit of a rank is the heaviest load of the longest-first schedule (LPT: Graham, 1969), or the mean
-    plus `SLACK` if that is more. No rank ends above the limit. Units stay with a holder up to the limit, the
-    longest first, so that the units that must move are short and fill gaps well.
-
-    Args:
-        tokens: tokens of each unit.
-        num_ranks: number of ranks.
-        holders: unit -> the ranks that hold its data, if any does.
-
-    Returns:
-        The rank of each unit.
+    A unit is what is assigned as a whole: a sample, or a group that must stay together. The limit of a rank
+    is the heaviest load of the longest-first schedule (LPT: Graham, 1969), or the mean plus `SLACK` if that
+    is more. No rank ends above the limit. Units stay with a holder up to the limit, the longest first, so
+    that the units that must move are short and fill gaps well. `holders` has the ranks that hold the data of
+    a unit, if any does.
     """
     order = sorted(range(len(tokens)), key=tokens.__getitem__, reverse=True)
     rank_of: dict[int, int] = {}
@@ -257,8 +235,6 @@ def _first_exchange(
     """Return the best exchange with the lightest rank that has one, as units with their new ranks.
 
     Args:
-        members: units of each rank, the longest first.
-        tokens: tokens of each unit.
         lighter: (load, rank) of ranks other than the heaviest ones, the lightest first.
         heavy: a heaviest rank.
         max_load: the heavy rank's load.

@@ -102,13 +102,10 @@ class PackedLayout:
         dtype: torch.dtype,
         sharing: PrefixSharing | None = None,
     ) -> PackedLayout:
-        """Lay out sequences.
+        """Lay out sequences of lengths int64 `[S]`, each at least 1, on the host.
 
-        Args:
-            lengths: int64 `[S]` on the host, each at least 1.
-            device: the model's device.
-            dtype: the dtype of q, k and v, on which the kernel depends.
-            sharing: the rows of shared prefixes; None if there are none.
+        The kernel depends on the dtype of q, k and v. `sharing` has the rows of shared prefixes; None if
+        there are none.
         """
         kernel = kernel_of(torch.device(device), dtype)
         pads = kernel is AttentionKernel.SDPA
@@ -333,7 +330,6 @@ def _padded_layout(
         queries: int64 `[S]`, the own tokens of each sequence.
         keys: int64 `[S]`, all of its tokens.
         row_of_key: the row of each of them; None if these are the rows in order.
-        device: the device of the tables.
 
     Returns:
         The layout, and the row of each slot of keys.

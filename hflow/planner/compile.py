@@ -56,8 +56,6 @@ def compile_plan(
     """Decide where every node runs, in which order, and by which rules its data moves.
 
     Args:
-        graph: a checked graph.
-        request: the cluster, where each model runs, and the settings of the run.
         candidates: placements that were compared, if the planner has chosen this one.
         backend: the training backend that was chosen, with the reason.
         with_limits: whether to find the settings that make a step longer than necessary (`Forecast.limits`).

@@ -384,13 +384,10 @@ def outer_targets(shape: ModelShape) -> tuple[str, ...]:
 def adapted_shape(
     shape: ModelShape, r: int, targets: Sequence[str], *, has_magnitudes: bool = False
 ) -> ModelShape:
-    """Return the shape whose tensors are a model's adapters.
+    """Return the shape whose tensors are a model's adapters of rank `r`.
 
-    Args:
-        shape: the model.
-        r: rank of the adapters.
-        targets: what has adapters, some of `adapter_targets`, `expert_targets` and `outer_targets`.
-        has_magnitudes: whether the lengths of rows are learned, too.
+    Targets are some of `adapter_targets`, `expert_targets` and `outer_targets`. With `has_magnitudes` the
+    lengths of rows are learned, too.
     """
     return replace(shape, adapter=AdapterShape(r, tuple(targets), has_magnitudes))
 

@@ -87,12 +87,9 @@ def packed_kernel(
 ) -> PackedKernel:
     """Return the kernel for packed sequences: of training, log-probs and prompts.
 
-    Args:
-        device: `cpu`, `cuda`.
-        dtype: the dtype of q, k and v: `fp32`, `bf16`.
-        capability: compute capability of the device; None if it has none, or it is not known.
-        installed: versions of the packages in `FLASH_MODULES` that are installed.
-        deterministic: whether gradients must be equal bit for bit.
+    `device` is `cpu` or `cuda`, with its compute capability, None if it is not known; `dtype` that of q, k
+    and v, `fp32` or `bf16`; and `installed` the versions of packages in `FLASH_MODULES`. With
+    `deterministic`, gradients are equal bit for bit.
     """
     if not has_varlen_kernel(device, dtype):
         why = "the cluster is cpu" if device == "cpu" else f"{dtype} has no variable-length kernel"
@@ -133,12 +130,9 @@ def varlen_groups_queries() -> bool:
 
 
 def head_size_problem(kernel: str, head_size: int, has_sinks: bool = False) -> str | None:
-    """Return the reason why a kernel cannot compute heads; None if it can.
+    """Return the reason why a kernel for packed sequences cannot compute heads; None if it can.
 
-    Args:
-        kernel: a kernel for packed sequences, with or without its version.
-        head_size: the size of a query.
-        has_sinks: whether each head has a score for attending to nothing.
+    Its name may have a version. With `has_sinks` each head has a score for attending to nothing.
     """
     if kernel == AttentionKernel.SDPA:
         return None
@@ -157,10 +151,6 @@ def decode_kernel(device: str, dtype: str) -> AttentionKernel:
 
     Builds of torch for CUDA install Triton. In fp32 products are twice as fast as SDPA's CPU kernel, which is
     made for many queries per sequence.
-
-    Args:
-        device: `cpu`, `cuda`.
-        dtype: the dtype of q, k and v: `fp32`, `bf16`.
     """
     if has_cuda_api(device):
         return AttentionKernel.TRITON
@@ -273,14 +263,9 @@ FP8_NEEDS = {
 def choose_kernels(
     setting: str, device: str, dtype: str, installed: TransformerEngine | None, fp8: str | None = None
 ) -> KernelChoice:
-    """Return the kernels of a model.
+    """Return the kernels of a model, by `models.NAME.kernels` and the dtype of the forward pass.
 
-    Args:
-        setting: `models.NAME.kernels`.
-        device: `cpu` or `cuda`.
-        dtype: the dtype of the forward pass, `fp32` or `bf16`.
-        installed: Transformer Engine; None if it is not installed.
-        fp8: `models.NAME.fp8`, which only Transformer Engine computes.
+    Only Transformer Engine computes `models.NAME.fp8`; `installed` is None where it is not.
     """
     if fp8 is not None:
         return KernelChoice(LayerKernels.TRANSFORMER_ENGINE, f"products in FP8, {fp8}")

@@ -23,12 +23,7 @@ ROUTED_EXPERTS = "routed_experts"
 def routing_format(num_layers: int, per_token: int, num_experts: int) -> RowFormat:
     """Return the format of a token's experts: those of each layer that has experts, first layer first.
 
-    Entries are `uint8`, or `int16` for 256 experts or more.
-
-    Args:
-        num_layers: L.
-        per_token: K.
-        num_experts: experts of a layer.
+    Entries are `uint8`, or `int16` for 256 experts or more. There are L layers, and K experts per token.
     """
     return RowFormat("uint8" if num_experts < 256 else "int16", (num_layers * per_token,))
 

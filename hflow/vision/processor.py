@@ -33,12 +33,7 @@ class ImageProcessor:
     """
 
     def __init__(self, family: VisionFamily, config: Config, saved: Config) -> None:
-        """Build the processor.
-
-        Args:
-            family: the model's family.
-            config: the model's HF config.
-            saved: settings of the checkpoint and the user, by transformers' names.
+        """Build the processor with settings of the checkpoint and the user, by transformers' names.
 
         Raises:
             DataError: if transformers does not take the settings.
@@ -58,10 +53,7 @@ class ImageProcessor:
         self._recent_bytes = 0
 
     def image(self, value: Any) -> ProcessedImage:
-        """Return an image as the model takes it.
-
-        Args:
-            value: an `Image`, or a data URL.
+        """Return an `Image`, or a data URL, as the model takes it.
 
         Raises:
             DataError: if it cannot be decoded, or the model takes no such image.
@@ -139,11 +131,7 @@ def place_images(
 ) -> tuple[PlacedImage, ...]:
     """Return the places of images among tokens that were encoded with them.
 
-    Args:
-        ids: the tokens.
-        images: the images, in order.
-        token: the image token.
-        offset: number of tokens before `ids` in their sequence.
+    `offset` is the number of tokens before `ids` in their sequence.
 
     Raises:
         DataError: if the images have another number of tokens.

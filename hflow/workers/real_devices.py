@@ -136,12 +136,8 @@ def network_problem(environment: Mapping[str, str], interfaces: Sequence[str], u
     """Return the reason why collectives find no network interface, in one line; empty if they do.
 
     NCCL's variable lists beginnings of names, after `=` whole names, and after `^` those that it does not
-    use. Each may be followed by a port. Gloo's lists whole names, and it uses all of them.
-
-    Args:
-        environment: environment variables, of which `NCCL_SOCKET_IFNAME` and `GLOO_SOCKET_IFNAME` count.
-        interfaces: names of this machine's interfaces.
-        uses_nccl: whether collectives are NCCL's, beside those of Gloo.
+    use. Each may be followed by a port. Gloo's lists whole names, and it uses all of them. `interfaces` are
+    this machine's. Collectives are Gloo's, and NCCL's if `uses_nccl`.
     """
     for variable in ("GLOO_SOCKET_IFNAME", *(("NCCL_SOCKET_IFNAME",) if uses_nccl else ())):
         value = environment.get(variable, "")

@@ -107,8 +107,6 @@ class EmbeddedEngine(GenerationEngine):
         """Build the model.
 
         Args:
-            settings: architecture or checkpoint, dtype and device.
-            options: fields of `EngineOptions`.
             module: a trainer's module whose parameters the engine shares. Its owner calls `set_version` after
                 an update; `load_weights` raises.
             decode: token ids to text, for requests with stop strings.

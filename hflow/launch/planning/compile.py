@@ -174,14 +174,9 @@ def compile_recipe(
 ) -> Compiled:
     """Compile a recipe without torch and ray.
 
-    Args:
-        recipe: path of the recipe's Python file, the name of a shipped one, or a `Recipe`.
-        overrides: configuration as `key=value`.
-        config: a whole configuration, used instead of the recipe's YAML file and overrides.
-        engines: model -> the engine that a plan file names, for models whose configuration names none.
-        candidates: placements that a plan file was compared with.
-        backend: the training backend that a plan file says was chosen, with the reason.
-        with_limits: also find the settings that make a step longer than necessary.
+    `config` replaces the recipe's YAML file and overrides. `engines` (model -> engine, where the
+    configuration names none), `candidates` and `backend`, with the reason for it, are those of a plan file.
+    `with_limits` also finds the settings that make a step longer than necessary.
 
     Raises:
         HflowError: for the reasons of `plan`.

@@ -41,8 +41,6 @@ def unrunnable_reasons(
     """Return the reasons why a plan cannot run. Each names the node or replica, and what to set instead.
 
     Args:
-        plan: a plan with replicas and weight routes.
-        request: the request that the plan answers.
         chosen: replicas whose layout the planner has chosen, so that the user cannot change it.
         fits: test of settings for models that a backend does not divide: no others do as much for memory.
     """
@@ -175,8 +173,6 @@ def layout_reasons(
     """Yield a reason where the backend cannot run a replica's layout.
 
     Args:
-        replica: a replica of a plan.
-        workers: the setting `workers`.
         shape: the sizes of its model. Expert ranks are no reason for families that can only be planned.
         is_chosen: whether the planner has chosen the layout, which it does if no other one fits.
     """

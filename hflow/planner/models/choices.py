@@ -38,14 +38,9 @@ def choose_engines(
     """Give every generation replica its engine.
 
     The configuration decides, then the plan file that is executed again. Otherwise it is the first engine
-    that prefers the cluster's devices, is installed and can serve the model, else the default engine.
-
-    Args:
-        replicas: replicas with devices and layouts; undecided ones have the backend `UNDECIDED`.
-        request: the configuration of models, and what this machine cannot run.
-
-    Returns:
-        The replicas with their engines, and the reasons in the same order.
+    that prefers the cluster's devices, is installed and can serve the model, else the default engine. Return
+    the replicas with their engines, and the reasons in the same order. Undecided replicas have the backend
+    `UNDECIDED`.
     """
     chosen, choices = [], []
     for replica in replicas:

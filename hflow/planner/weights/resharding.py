@@ -38,13 +38,7 @@ def add_rows(
 ) -> WeightRoute:
     """Return a route with its rows and the bytes that they move.
 
-    Args:
-        route: says which replicas, and how.
-        src: the replica that has the weights.
-        dst: the replica that receives them.
-        shape: sizes of their model.
-        item_bytes: bytes of one entry while it moves, and at the destination.
-        cluster: says which workers share a machine.
+    `item_bytes` are those of one entry while it moves, and at the destination.
 
     Raises:
         PlanError: if the tensor axis of a layout does not divide a tensor that it splits.

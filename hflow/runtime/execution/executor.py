@@ -71,7 +71,6 @@ class Executor:
     """Runs one plan to its end on started workers.
 
     Args:
-        run: the run, of which nothing has happened yet.
         rows: stream -> the order of its dataset's rows.
         point: the checkpoint that the run continues from; None: it begins.
         save_seconds: time between two checkpoints besides those of the plan; None: there are no others.
@@ -186,8 +185,7 @@ class Executor:
     def stop(self, problem: str | None = None) -> None:
         """Ask the run to end: the steps that have begun are completed, and the run is saved.
 
-        Args:
-            problem: why it ends with an error; None: the user asks for it.
+        `problem` is the error that it ends with; None: the user asks for it.
         """
         self._enqueue(ev.StopRequested(problem))
 

@@ -58,7 +58,6 @@ class NodeExecution:
     """Runs nodes on workers.
 
     Args:
-        run: the run that the nodes are part of.
         states: node -> JSON of its `State` before its first call in this run.
 
     Attributes:
@@ -78,13 +77,9 @@ class NodeExecution:
     async def run(
         self, node: str, step: int, groups: Mapping[int, Sequence[int]], locations: DataLocations
     ) -> ExecutionResult:
-        """Run a node on groups of samples.
+        """Run a node on groups (group -> its samples), and update the locations of their data.
 
-        Args:
-            node: name of the node.
-            step: the step. For a node that runs as samples arrive, the number of its runs before.
-            groups: group -> its samples.
-            locations: which workers hold the samples; updated.
+        For a node that runs as samples arrive, `step` is the number of its runs before.
         """
         rule = self._rules[node]
         async with self._cutting:
@@ -152,12 +147,7 @@ def node_tasks(
 ) -> dict[int, NodeTask]:
     """Return one task per worker, with the shards that the plan assigns to it.
 
-    Args:
-        node: name of the node.
-        step: the step.
-        dp_heads: dp index -> worker that gets its shard.
-        workers: all workers of the node's replica; those that are not dp-heads get a task without a shard.
-        assignment: dp index -> minibatches of samples.
+    Those of the replica's workers that are not dp-heads get a task without a shard.
     """
     inputs: dict[int, list[ShardInput]] = {worker: [] for worker in workers}
     for dp, (dp_head, minibatches) in enumerate(zip(dp_heads, assignment, strict=True)):

@@ -18,13 +18,7 @@ from hflow.workers.interface import ComputeReady
 
 
 class StreamingRunner:
-    """Runs nodes on arrived samples and moves their outputs to the samples' home workers.
-
-    Args:
-        run: the run that the samples are part of.
-        node_execution: runs single nodes.
-        locations: root stream -> where its samples are.
-    """
+    """Runs nodes on arrived samples and moves their outputs to the samples' home workers."""
 
     def __init__(
         self, run: RunContext, node_execution: NodeExecution, locations: Mapping[str, DataLocations]

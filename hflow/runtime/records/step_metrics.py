@@ -154,11 +154,9 @@ class RunEvents(Protocol):
         ...
 
     def on_samples(self, number: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Receive the texts of some samples of a batch.
+        """Receive the texts of some samples of a batch, as `sample_texts.SampleRow`.
 
-        Args:
-            number: the completed steps of the row of metrics that has the batch.
-            rows: see `sample_texts.SampleRow`.
+        `number` is that of the row of metrics that has the batch: its completed steps.
         """
         ...
 
@@ -194,10 +192,8 @@ class RunEvents(Protocol):
 class StepMetrics:
     """Rows of the steps in progress, and counters since the last completed step.
 
-    Args:
-        plan: the run's plan. `busy/engines` is a share of its engines' time, `busy/trainers` of the time of
-            workers that run batch nodes with models.
-        more_values: returns what else a row has, since the call before.
+    `more_values` returns what else a row has, since the call before. `busy/engines` is a share of the time of
+    the plan's engines, `busy/trainers` of the time of workers that run batch nodes with models.
     """
 
     def __init__(self, plan: Plan, more_values: Callable[[], Mapping[str, float]] = dict) -> None:
@@ -245,12 +241,7 @@ class StepMetrics:
         self._episodes.forget_worker(worker)
 
     def add_sample(self, sample: SampleReady, *, is_trained: bool) -> None:
-        """Count a sample that its source finished.
-
-        Args:
-            sample: the worker's report.
-            is_trained: whether it belongs to the trained stream.
-        """
+        """Count a sample that its source finished, of the trained stream or another one."""
         if sample.num_turns > 1:
             self._episodes.has_turns = True
         if is_trained:
@@ -292,9 +283,7 @@ class StepMetrics:
     def finish_step(self, step: int, rollout_counts: Mapping[str, float]) -> dict[str, float]:
         """Return the row of a completed step and reset the counters.
 
-        Args:
-            step: the completed step.
-            rollout_counts: the present counts of groups, from `RunState.rollout_counts`.
+        `rollout_counts` are the present ones of `RunState.rollout_counts`.
         """
         now = time.monotonic()
         seconds, self._last_step_at = now - self._last_step_at, now
@@ -371,9 +360,6 @@ class RewardMetrics:
     """Rewards and lengths of the trained stream's samples, from their generation to their step.
 
     A sample's reward is what its first node reports as `reward`, or as `score` where none reports a reward.
-
-    Args:
-        graph: the graph of the run.
     """
 
     def __init__(self, graph: Graph) -> None:

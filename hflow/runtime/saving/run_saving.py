@@ -34,11 +34,6 @@ SAVE_STALL = declare("time/save_stall", "s", "time that training waited until mo
 class RunSaving:
     """Saves and restores one run.
 
-    Args:
-        run: the run to save.
-        node_execution: knows the states of nodes.
-        release: frees no sample while it is copied.
-
     Attributes:
         saved_at: when the last checkpoint was taken, or the run began, as `time.monotonic()`.
     """
@@ -103,7 +98,6 @@ class RunSaving:
         """Begin a checkpoint of this moment; the result is awaited while the run continues.
 
         Args:
-            snapshot: the state machine.
             reports: tasks that report the metrics of what is complete in it. A run that continues from the
                 checkpoint does not report these again, so the checkpoint is not complete before they are.
             samplers: stream -> JSON of what its sampler of rows knows.
@@ -182,12 +176,9 @@ class RunSaving:
     async def _copy_samples(
         self, snapshot: RunSnapshot, homes: Mapping[tuple[str, int], int], directory: str
     ) -> list[int]:
-        """Let workers copy the samples that they hold; returns these workers.
+        """Let workers copy the snapshot's samples that they hold to files; return these workers.
 
-        Args:
-            snapshot: names the samples.
-            homes: (stream, sample) -> its worker when the snapshot was made.
-            directory: the directory of the files.
+        `homes` has the worker of each (stream, sample) when the snapshot was made.
         """
         finished: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
         unfinished: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))

@@ -79,7 +79,6 @@ def simulate_run(
     """Run a schedule on a virtual clock, and report on its devices and samples.
 
     Args:
-        schedule: the schedule.
         durations: seconds of a node for each sample, group or step (for a model that runs on arriving
             samples, the seconds of samples that run together are added up); of a source for one sample
             while all slots are used; of a replica, to load new weights; and of
@@ -271,14 +270,7 @@ class _Simulator:
         self._schedule(self._now + seconds_of(self._durations, name, key), event)
 
     def _run_on_lanes(self, lanes: Sequence[str], name: str, event: Event, key: int) -> None:
-        """Send an event after a duration that begins when all device groups are free.
-
-        Args:
-            lanes: the device groups.
-            name: the node, or `publish.REPLICA`.
-            event: the event.
-            key: the step or version.
-        """
+        """Send an event after the duration of `name`, which begins when all device groups are free."""
         start = max(self._now, *(self._free_from.get(lane, 0.0) for lane in lanes))
         end = start + seconds_of(self._durations, name, key)
         self._free_from |= dict.fromkeys(lanes, end)

@@ -164,10 +164,8 @@ class SimulationRecorder:
         """Return all results.
 
         Args:
-            finish: how the run ended.
             lanes: the device groups. Engines with their own devices are added to them.
             groups_of: engine -> the device groups that it shares with batch nodes, or none.
-            samples_per_step: samples of a batch.
         """
         timeline = self.timeline(finish)
         window = timeline.window()

@@ -62,11 +62,9 @@ class OutputMatrix:
     """An adapter's second matrix, `[V', r]`."""
 
     def logits(self, rows: Tensor, low: Tensor | None = None) -> Tensor:
-        """Return logits `[C, V']` of hidden states; those of padding are `PADDING_LOGIT`.
+        """Return logits `[C, V']` of hidden states `[C, D]`; those of padding are `PADDING_LOGIT`.
 
-        Args:
-            rows: hidden states `[C, D]`.
-            low: what the adapter's second matrix is multiplied by, `[C, r]`.
+        `low`, `[C, r]`, is what the adapter's second matrix is multiplied by.
         """
         logits = linear(rows, self.weight, self.bias)
         if self.added is not None and low is not None:
@@ -287,14 +285,12 @@ def turn_into_gradients(
     """Overwrite logits `[C, V']` with their gradients.
 
     Args:
-        logits: all tokens that this rank has, overwritten.
         normaliser: log Z, `[C]`, under the temperature.
         mean: E[l], `[C]`.
         slope: the sum of the gradients of each row's log-probs, `[C]`.
         grad_entropy: `[C]`; None without entropy.
         index: the logits whose log-probs have gradients, `[C, K]`.
         added: these gradients, `[C, K]`, 0 of logits that another rank has.
-        temperature: logits are divided by it.
     """
     if has_cuda_api(logits.device.type):
         from hflow.training.loop import logit_kernels

@@ -153,13 +153,10 @@ class SampleStore:
             return StoredStream({s: shapes[s] for s in samples if s in shapes}, fields)
 
     def gather(self, stream: str, fields: Iterable[str], samples: Sequence[int]) -> Batch:
-        """Pack fields of samples, in this order, as a batch of `stream`.
+        """Pack fields of samples, in this order, as a batch with the token counts and groups of `stream`.
 
-        Args:
-            stream: the stream whose token counts and groups the batch has.
-            fields: `stream/field` names. The batch has `stream`'s own fields under their plain names;
-                fields of another stream join by sample and keep their full name.
-            samples: sample ids.
+        The batch has the fields of `stream` under their plain names; those of another stream join by sample
+        and keep the full name, `stream/field`.
         """
         batch = self.gather_if_present(stream, fields, samples)
         assert batch is not None, f"samples of {stream} are read that this worker does not hold"
