@@ -28,8 +28,7 @@ _FUSED_B = f"{_FUSED}.{B}"
 
 
 def file_names(family: str, name: str, num_experts: int) -> list[str]:
-    """Return the names in a checkpoint of the tensors that one of `num_experts` stacked experts consists of.
-    """
+    """Return the names in a checkpoint of the tensors that a stack of `num_experts` consists of."""
     names = EXPERT_FAMILIES.get(family)
     if names is None:
         return [name]
