@@ -10,8 +10,8 @@ import torch_kit as kit
 
 from hflow.config.schema import WeightGroupConfig
 
-NUM_WRITTEN = 2
-"""Steps before a checkpoint; one more follows."""
+NUM_WRITTEN = 1
+"""Steps of two or four updates before a checkpoint; one more follows."""
 
 
 @dataclass(frozen=True)
@@ -62,22 +62,15 @@ EXPERTS = expert_sides()
 PPO, CRITIC, HALF = sides("ppo"), sides("critic"), sides("ppo", dtype="bf16")
 PAIRS = [
     ("torch d1", "torch d2"),
-    ("torch d1", "megatron p2"),
-    ("torch d2", "torch d1"),
     ("torch d2", "torch d4r2"),
-    ("torch d2", "megatron t2"),
     ("torch d2", "megatron d2t2"),
-    ("torch d4r2", "torch d1"),
     ("torch d4r2", "megatron p2"),
     ("megatron d2", "torch d1"),
     ("megatron d2", "megatron t2"),
-    ("megatron t2", "torch d2"),
     ("megatron t2", "torch d4r2"),
     ("megatron t2", "megatron p2"),
-    ("megatron p2", "torch d1"),
     ("megatron p2", "megatron d2"),
     ("megatron d2t2", "torch d2"),
-    ("megatron d2t2", "megatron d2"),
     ("megatron t4", "torch d1"),  # each of two key-value heads was on two ranks
     ("torch d1", "megatron t4"),
 ]

@@ -1,4 +1,4 @@
-"""Training by megatron equals the torch backend in one process: metrics of three steps, and weights."""
+"""Training by megatron equals the torch backend in one process: metrics of two steps, and weights."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from hflow.planner.search.explore import BUDGET, NUM_IMPROVED, Exploration, expl
 from hflow.planner.search.limits import Basis, throttles
 from hflow.planner.search.options import MIN_DIFFERENCE
 from hflow.planner.search.problem import PLACEMENT, SearchProblem, check_known
-from hflow.planner.search.remedies import fits, nearest_fit, no_fit
+from hflow.planner.search.remedies import nearest_fit, no_fit
 from hflow.planner.search.replica_option import ReplicaOption
 from hflow.planner.search.result import MIN_GAIN, SearchResult, make_result, with_settings, without_places
 from hflow.planner.search.simulated import PeriodFunction, by_seconds, is_estimate, step_seconds
@@ -41,7 +41,6 @@ __all__ = [
     "SearchResult",
     "chosen_layouts",
     "decide_layouts",
-    "fits",
     "free_settings",
     "nearest_fit",
     "search",

@@ -10,7 +10,7 @@ plan that is found, everything is taken back that is not needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import starmap
@@ -19,7 +19,6 @@ from typing import Any, Literal
 from hflow.base.errors import PlanError
 from hflow.base.text import format_gib, format_ranges, format_setting
 from hflow.graph.ir import Graph
-from hflow.planner.checks.unrunnable import runs_family
 from hflow.planner.make.placement_setting import placed_devices
 from hflow.planner.make.replicas import GEN_SUFFIX, replica_roles
 from hflow.planner.models.descriptors import engine_kind
@@ -218,7 +217,7 @@ def no_fit(graph: Graph, request: PlanRequest) -> NoFit:
         changes.insert(0, f"cluster={attempt.request.cluster.name}")
     if changes:
         removed = f" and remove {names}" if names else ""
-        text = f". Set {' '.join(changes)}{removed} ({needed}).{_planned_only(request, attempt.changes)}"
+        text = f". Set {' '.join(changes)}{removed} ({needed})."
         return NoFit(text, is_too_large)
     them = "it" if len(causes) == 1 else "them"
     text = f" with {names}. Without {them}, {_replacement(causes, *found)} fits ({needed})."
@@ -269,7 +268,7 @@ def _nothing_fits(graph: Graph, request: PlanRequest) -> str:
             settings = " ".join(starmap(format_setting, _named(request, attempt.changes).items()))
             there = f"cluster={attempt.request.cluster.name} {settings}".rstrip()
             needed = format_gib(_needed(choice))
-            return f"{text}. Set {there} ({needed}).{_planned_only(request, attempt.changes)}"
+            return f"{text}. Set {there} ({needed})."
     return f"{text}. Use larger devices or a smaller model."
 
 
@@ -400,7 +399,7 @@ def _sentence(
     if attempt.request.cluster != request.cluster:
         texts.insert(0, f"cluster={attempt.request.cluster.name}")
     needed = format_gib(_needed(choice))
-    return f"Set {' '.join(texts)}{removed} ({needed}).{_planned_only(request, attempt.changes)}"
+    return f"Set {' '.join(texts)}{removed} ({needed})."
 
 
 def _named(request: PlanRequest, changes: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -410,24 +409,6 @@ def _named(request: PlanRequest, changes: Iterable[tuple[str, Any]]) -> dict[str
         if kept[key] not in request.backend_problems:
             del kept[key]
     return kept
-
-
-def _planned_only(request: PlanRequest, changes: Iterable[tuple[str, Any]]) -> str:
-    """Return a sentence if backends among some changes do not run the family of their model yet."""
-    names: dict[str, str] = {}
-    for key, value in changes:
-        shape = request.shapes.get(key.removeprefix("models.").partition(".")[0])
-        if key.endswith((".backend", ".gen.engine")) and shape and not runs_family(value, shape):
-            names[value] = shape.family
-    return "".join(
-        f" It can be planned with {name}, but not run yet: {name} does not have family {family}."
-        for name, family in names.items()
-    )
-
-
-def fits(graph: Graph, request: PlanRequest, settings: Mapping[str, Any]) -> bool:
-    """Return whether a request has a plan that fits with other settings."""
-    return _search(graph, with_settings(request, settings)) is not None
 
 
 def _released(request: PlanRequest, pins: Sequence[Pin]) -> PlanRequest:

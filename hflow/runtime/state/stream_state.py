@@ -22,11 +22,6 @@ from hflow.runtime.state.snapshot import GroupSnapshot, StreamSnapshot
 class StreamState:
     """The groups of one stream.
 
-    Args:
-        stream: the stream.
-        nodes: all nodes of the schedule.
-        emit: receives instructions.
-
     Attributes:
         dependencies: what the stream's nodes wait for.
         groups: open groups by id.

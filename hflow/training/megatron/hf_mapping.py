@@ -178,10 +178,7 @@ def rank_parameters(
 ) -> tuple[MappedParameter, ...]:
     """Return the parameters of a rank that training changes: adapters and a scalar head, or all.
 
-    Args:
-        model: the sizes of the trained part of the model (`trained_shape`).
-        position: the rank's position.
-        kernels: the layers' kernels.
+    The model has the sizes of the trained part (`trained_shape`).
     """
     if model.adapter is None:
         return tuple(_stage_parameters(model, position, kernels))
@@ -473,13 +470,8 @@ def _biased_experts(
 ) -> Iterator[MappedParameter]:
     """Map experts with biases, whose parameters are those of transformers.
 
-    Args:
-        experts: the sizes of all experts.
-        hidden: D.
-        local: the rank's experts.
-        span: the rank's rows of an expert.
-        ours: the path of the module.
-        theirs: the path in the checkpoint.
+    `local` are the rank's experts, of those with sizes `experts`, and `span` its rows of one; `ours` is the
+    path of the module, and `theirs` that in the checkpoint.
     """
     n, f, pairs = experts.num, experts.intermediate, (2 * span[0], 2 * span[1])
     for name, whole, axis, held in (

@@ -109,10 +109,6 @@ def largest_microbatch(
     one token.
 
     Args:
-        plan: the source of the node's minibatches and the size of groups.
-        node: trains or infers.
-        workload: lengths of the node's root stream.
-        config: the source of the token budget.
         data: dp ranks that share a minibatch.
         shares_prompts: whether the backend computes a group's prompt once. Images are not taken to be shared.
     """
@@ -244,7 +240,6 @@ def fitting_cache(block: int, wanted: int, available: int, smallest: int) -> int
     """Return the bytes of a cache in whole blocks, one of which belongs to no sequence.
 
     Args:
-        block: bytes of a block.
         wanted: blocks that the load needs.
         available: bytes that the cache may take.
         smallest: bytes of the smallest cache with which the engine starts.
