@@ -187,7 +187,7 @@ def _layer_passes(
 
 
 def bubble(num_stages: int, num_microbatches: int, virtual_stages: int = 1) -> float:
-    """Return idle time divided by busy time of a 1F1B pipeline of p ranks, each with v pieces: `(p - 1) / (v m)`.
+    """Return idle time divided by busy time of a 1F1B pipeline, `(p - 1) / (v m)`, with v pieces a rank.
 
     Source: Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters", 2.2.
     """
