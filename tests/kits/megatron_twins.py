@@ -69,7 +69,7 @@ NODES: dict[str, tuple[NodeCall, dict[str, Any]]] = {
         {"balance": BalanceConfig(coefficient=0.3, over="batch")},
     ),
     "adapters": (
-        kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean", epochs=2),
+        kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean"),
         {"lora": LoraConfig(r=4, alpha=8, save_merged=True)},
     ),
     "few adapters": (
@@ -78,7 +78,7 @@ NODES: dict[str, tuple[NodeCall, dict[str, Any]]] = {
     ),
     "critic with adapters": (kit.VALUE, {"head": "value", "lora": LoraConfig(r=4, alpha=8)}),
     "adapters with magnitudes": (
-        kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean", epochs=2),
+        kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean"),
         {"lora": LoraConfig(r=4, alpha=8, dora=True, save_merged=True)},
     ),
     "few magnitudes": (
@@ -86,7 +86,7 @@ NODES: dict[str, tuple[NodeCall, dict[str, Any]]] = {
         {"lora": LoraConfig(r=3, alpha=8, dora=True, targets=("v_proj", "o_proj", "gate_proj"))},
     ),
     "adapters of experts": (
-        kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean", epochs=2),
+        kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean"),
         {"lora": LoraConfig(r=4, alpha=8, targets=("all-linear", *EXPERT_TARGETS), save_merged=True)},
     ),
     "adapters of downs of mixtral": (
@@ -94,7 +94,7 @@ NODES: dict[str, tuple[NodeCall, dict[str, Any]]] = {
         {"lora": LoraConfig(r=3, alpha=8, targets=(EXPERT_TARGETS[1],))},
     ),
     "outer adapters": (
-        kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean", epochs=2),
+        kit.call(kit.ppo, "token", kit.TOKEN_READS, metrics=True, reduce="token-mean"),
         {"lora": LoraConfig(r=4, alpha=8, targets=OUTER, save_merged=True)},
     ),
     "critic with adapters of its embedding": (
@@ -137,7 +137,7 @@ NODES: dict[str, tuple[NodeCall, dict[str, Any]]] = {
         {"balance": BalanceConfig(coefficient=0.3)},
     ),
 }
-"""A call, and the settings of its model. PPO makes four updates a step and looks at the entropy."""
+"""A call, and the settings of its model. PPO looks at the entropy; "ppo" makes four updates a step."""
 EXPERTS = kit.ARCHITECTURE | {
     "model_type": "qwen3_moe",
     "moe_intermediate_size": 16,
