@@ -46,7 +46,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [(name, *pair) for name, (_, pairs) in cases.OF_OPTIMIZERS.items() for pair in pairs],
 )
 def test_every_layout_trains_and_resumes_as_one_process(directory, name, writer, reader):
-    """Two steps in one layout and a third in another are three in one process."""
+    """A step in one layout and one in another are two steps of one process."""
     sides, _ = cases.OF_OPTIMIZERS[name]
     side, is_rounded = sides[reader], name in cases.ROUNDED
     wanted = twins.expected(side.twin.node, "fp32", directory / "checkpoint", side.twin.settings["optim"])
