@@ -87,9 +87,12 @@ def packed_kernel(
 ) -> PackedKernel:
     """Return the kernel for packed sequences: of training, log-probs and prompts.
 
-    `device` is `cpu` or `cuda`, with its compute capability, None if it is not known; `dtype` that of q, k
-    and v, `fp32` or `bf16`; and `installed` the versions of packages in `FLASH_MODULES`. With
-    `deterministic`, gradients are equal bit for bit.
+    Args:
+        device: `cpu`, `cuda`.
+        dtype: the dtype of q, k and v: `fp32`, `bf16`.
+        capability: compute capability of the device; None if it has none, or it is not known.
+        installed: versions of the packages in `FLASH_MODULES` that are installed.
+        deterministic: whether gradients must be equal bit for bit.
     """
     if not has_varlen_kernel(device, dtype):
         why = "the cluster is cpu" if device == "cpu" else f"{dtype} has no variable-length kernel"
@@ -130,9 +133,12 @@ def varlen_groups_queries() -> bool:
 
 
 def head_size_problem(kernel: str, head_size: int, has_sinks: bool = False) -> str | None:
-    """Return the reason why a kernel for packed sequences cannot compute heads; None if it can.
+    """Return the reason why a kernel cannot compute heads; None if it can.
 
-    Its name may have a version. With `has_sinks` each head has a score for attending to nothing.
+    Args:
+        kernel: a kernel for packed sequences, with or without its version.
+        head_size: the size of a query.
+        has_sinks: whether each head has a score for attending to nothing.
     """
     if kernel == AttentionKernel.SDPA:
         return None
