@@ -105,8 +105,7 @@ class KVCache(ABC):
     def enter(self, members: Sequence[GenerationRequest]) -> Ints:
         """Number sequences that were admitted, in order, after those that run.
 
-        Returns:
-            `[members]`, the tokens of each, from the first one on, that another sequence stores for it.
+        Return `[members]`, the tokens of each, from the first one on, that another sequence stores for it.
         """
 
     @abstractmethod

@@ -241,11 +241,7 @@ def reads_checkpoint(setup: EngineSetup) -> bool:
 
 
 def write_config(settings: ModelSettings, config: Any, directory: Path) -> str:
-    """Write the config of a model that starts from random weights, as libraries read it.
-
-    Returns:
-        The directory.
-    """
+    """Write the config of a model with random weights, as libraries read it; return the directory."""
     with translate_errors(settings.name):
         architecture: Any = auto_model(config)._model_mapping[type(config)]
         config.architectures = [architecture.__name__]

@@ -70,10 +70,8 @@ def order_engine_ranks(
 def best_workers(engine: Replica, held: Held, cluster: ClusterSpec) -> tuple[tuple[int, ...], int]:
     """Return the workers of an engine's ranks with which they hold the most bytes that they need.
 
-    The replica has ranks in the order of devices; `held` has the bytes that its workers hold.
-
-    Returns:
-        The workers by rank, and how many bytes less move than in the order of devices.
+    The replica has ranks in the order of devices; `held` has the bytes that its workers hold. Return the
+    workers by rank, and how many bytes less move than in the order of devices.
     """
     ranks_on: dict[int, list[int]] = {}
     for rank, worker in enumerate(engine.workers):

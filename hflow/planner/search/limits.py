@@ -123,8 +123,6 @@ def throttles(
     """Return the limits of a plan: settings, then devices that are idle for much of a step.
 
     Args:
-        basis: the graph and request that the plan was made from.
-        forecast: the plan's forecast.
         is_placed: whether the user has placed the replicas, so that another placement may be better.
         can_run: whether the plan runs. Then only what runs as well is named.
     """

@@ -190,11 +190,8 @@ class NoFit:
 def no_fit(graph: Graph, request: PlanRequest) -> NoFit:
     """Return an error for a search that has found no plan, with the fix.
 
-    Of what the user has set, only what makes a plan impossible is named: with the rest, something fits.
-
-    Args:
-        graph: a checked graph.
-        request: a request whose placement is free, for which nothing fits.
+    Of what the user has set, only what makes a plan impossible is named: with the rest, something fits. The
+    placement of the request is free.
     """
     request, pins = pins_of(graph, request)
     attempts = _anywhere_attempts(graph, _released(request, pins))
@@ -227,11 +224,8 @@ def no_fit(graph: Graph, request: PlanRequest) -> NoFit:
 def nearest_fit(graph: Graph, request: PlanRequest, asked: PlanRequest, *, may_grow: bool = True) -> str:
     """Return changes with which a request fits and leaves the margin free, as sentences.
 
-    Args:
-        graph: a checked graph.
-        request: the request that does not fit, with groups and layouts.
-        asked: the request as the user has made it.
-        may_grow: try larger clusters too, which takes longest.
+    The request has groups and layouts; the user has made it as `asked`. `may_grow` tries larger clusters too,
+    which takes longest.
     """
     attempts = _attempts(graph, request)
     if not may_grow:
@@ -245,12 +239,7 @@ def nearest_fit(graph: Graph, request: PlanRequest, asked: PlanRequest, *, may_g
 
 
 def _nothing_fits(graph: Graph, request: PlanRequest) -> str:
-    """Return the error for a request that fits on no number of devices, and a kind on which it does.
-
-    Args:
-        graph: a checked graph.
-        request: a request whose placement is free.
-    """
+    """Return the error for a free request that no number of devices fits, and a kind of them that does."""
     text = NOTHING_FITS
     *_, largest = _anywhere_attempts(graph, request)
     if cause := _cause(graph, largest.request):

@@ -97,8 +97,7 @@ class Ledger:
     def close(self, reason: str) -> dict[str, int]:
         """Close the ledger. Samples without an end are unused, for this reason.
 
-        Returns:
-            The number of samples by end.
+        Return the number of samples by end.
         """
         if self._is_open:
             self._is_open = False
