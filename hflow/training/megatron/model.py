@@ -163,7 +163,7 @@ class Stage:
         return ReplayedExperts(self._on_tensor_rank(index), self._on_tensor_rank(num_tokens))
 
     def rows_here(self, num_tokens: int, division: RowDivision | None) -> Tensor:
-        """Return which of U tokens this rank's routers get, -1 for padding: int64 `[U' / T]`."""
+        """Return the tokens, of U, that this rank's routers get, -1 for padding: int64 `[U' / T]`."""
         rows = torch.arange(1, num_tokens + 1, device=self.device)
         if division is not None:
             rows = rows[division.rows]
