@@ -417,14 +417,11 @@ def settings(twin: Twin, checkpoint: Path) -> dict[str, Any]:
 
 
 def _start(node: str, checkpoint: Path) -> Path:
-    """Return the checkpoint that a node starts from. Models with experts and reward models have their own."""
-    of_family = checkpoint / node.rsplit(maxsplit=1)[-1]
-    if of_family.is_dir() and of_family.name in FAMILIES:
-        return of_family
+    """Return the checkpoint that a node starts from: of its own, of its family, or of its kind."""
     kinds = {"mixtral": "mixtral", "experts": "experts", "outer": "untied", "embedding": "untied"}
     kind = next((kind for word, kind in kinds.items() if word in node), NODES[node][1].get("head", "lm"))
-    own = checkpoint / kind
-    return own if own.is_dir() else checkpoint
+    names = (node, node.rsplit(maxsplit=1)[-1], kind)
+    return next((own for own in map(checkpoint.joinpath, names) if own.is_dir()), checkpoint)
 
 
 def initial_weights(node: str, checkpoint: Path) -> dict[str, torch.Tensor]:
