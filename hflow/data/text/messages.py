@@ -96,7 +96,7 @@ def check_learned(messages: Sequence[Mapping[str, Any]], name: str = "messages")
         )
 
 
-def normal_tools(tools: Any, name: str = "tools") -> tuple[Any, ...]:
+def normal_tools(tools: Any) -> tuple[Any, ...]:
     """Return JSON schemas of functions in the form of OpenAI's API. Python functions stay as they are.
 
     A schema may be an object that has it as `function`.
@@ -105,9 +105,9 @@ def normal_tools(tools: Any, name: str = "tools") -> tuple[Any, ...]:
         DataError: for anything else.
     """
     if not isinstance(tools, list | tuple):
-        raise DataError(f"{name} must be a list of functions, but it is {_shown(tools)}")
+        raise DataError(f"tools must be a list of functions, but it is {_shown(tools)}")
     return tuple(
-        tool if callable(tool) else _normal_tool(tool, f"{name}[{i}]") for i, tool in enumerate(tools)
+        tool if callable(tool) else _normal_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)
     )
 
 

@@ -62,7 +62,10 @@ are used."""
 
 
 def simulate(schedule: Schedule, durations: Durations, rows: Mapping[str, int] | None = None) -> Timeline:
-    """Run a schedule on a virtual clock and return its times. The arguments are those of `simulate_run`."""
+    """Run a schedule on a virtual clock and return its times, with durations as in `simulate_run`.
+
+    `rows` are the groups in each side stream's dataset; 1 if not named. The trained stream's is endless.
+    """
     simulator = _Simulator(schedule, durations, rows or {}, {}, {})
     return simulator.recorder.timeline(simulator.run())
 
@@ -70,7 +73,6 @@ def simulate(schedule: Schedule, durations: Durations, rows: Mapping[str, int] |
 def simulate_run(
     schedule: Schedule,
     durations: Durations,
-    rows: Mapping[str, int] | None = None,
     slots: Mapping[str, int] | None = None,
     speeds: Speeds | None = None,
     *,
@@ -83,7 +85,6 @@ def simulate_run(
             samples, the seconds of samples that run together are added up); of a source for one sample
             while all slots are used; of a replica, to load new weights; and of
             `publish.REPLICA`, to publish them. What is not named takes no time.
-        rows: groups in each side stream's dataset; 1 if not named. The trained stream's dataset is endless.
         slots: samples of a stream that generate at once, while others in flight wait; unlimited if not named.
         speeds: speeds of streams; in others the samples that run do not change each other's pace.
         steady_only: whether to stop when the steps of the steady state are complete. The period and the idle
@@ -92,7 +93,7 @@ def simulate_run(
     Raises:
         ValueError: fewer than four steps.
     """
-    simulator = _Simulator(schedule, durations, rows or {}, slots or {}, speeds or {})
+    simulator = _Simulator(schedule, durations, {}, slots or {}, speeds or {})
     stream = schedule.streams[0]
     groups = [group for group, _ in (*schedule.orders, *schedule.shared)]
     lanes = tuple(dict.fromkeys((*groups, *streaming_groups(schedule))))

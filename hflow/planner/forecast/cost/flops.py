@@ -209,9 +209,7 @@ def head_flops(shape: ModelShape, work: Work) -> float:
     return 2 * head_parameters(shape) * work.learned
 
 
-def training_flops(
-    shape: ModelShape, work: Work, *, has_adapters: bool = False, trains_tower: bool = True
-) -> float:
+def training_flops(shape: ModelShape, work: Work, *, has_adapters: bool = False) -> float:
     """Return the FLOPs that training on some samples needs, however they are computed.
 
     A backward pass costs as much as two forward passes. Where only adapters are trained, the matrices beside
@@ -221,7 +219,7 @@ def training_flops(
     layers, head = shape.num_layers * layer_flops(shape, work), head_flops(shape, work)
     attention = shape.num_layers * attention_flops(shape, causal_pairs(shape, work))
     unneeded = layers - attention + head if has_adapters else 0.0
-    tower = (3 if trains_tower and not has_adapters else 1) * tower_flops(shape.vision, work)
+    tower = (1 if has_adapters else 3) * tower_flops(shape.vision, work)
     return 3 * (layers + head) - unneeded + tower
 
 
