@@ -75,6 +75,7 @@ class FileDivision:
 
         Args:
             head: the weights of a head that has a file of its own, without its prefix; may be empty.
+            config: on the first rank, the config to save.
             saved_in: name under which a tensor is saved -> its file, for the index of several files.
         """
         directory.mkdir(parents=True, exist_ok=True)

@@ -104,7 +104,7 @@ class EmbeddedEngine(GenerationEngine):
         decode: Decode | None = None,
         base: EmbeddedEngine | None = None,
     ) -> None:
-        """Build the model.
+        """Build the model. `options` are fields of `EngineOptions`.
 
         Args:
             module: a trainer's module whose parameters the engine shares. Its owner calls `set_version` after

@@ -44,6 +44,7 @@ def place_model(
     Args:
         root: the module whose forward covers every use of weights. If it is sharded, parameters may be on
             the meta device; their values are undefined then.
+        layers: submodules whose weights are gathered one after the other.
         dtype: dtype of the forward and backward pass. Gradients are summed in fp32.
         group: the ranks to shard over; None leaves the weights whole. Gradients are summed over the ranks,
             not averaged.

@@ -44,6 +44,7 @@ def tool_format(option: str | None, template: str | None) -> ToolFormat:
     """Return the format of a generate node.
 
     Args:
+        option: the node's `tool_format`: a name, two or three characters, or None for the chat template's.
         template: the chat template, which describes tools; None if the tokenizer has none.
 
     Raises:
