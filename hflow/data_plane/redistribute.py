@@ -73,8 +73,13 @@ def redistribute(
     with the same source, destination and samples share one move.
 
     What each worker sends is counted in fields, first for all samples without a choice. It is counted anew
-    after each of `NUM_CHOICES` parts of the other samples: of few samples, after each. Every sample has a
-    holder.
+    after each of `NUM_CHOICES` parts of the other samples: of few samples, after each.
+
+    Args:
+        rule: fields and dp-heads of the consumer.
+        assignment: the samples of each dp rank.
+        holders: the workers that have the fields now; every sample of the assignment has a holder.
+        cluster: says which workers share a machine.
     """
     samples, dsts = _reads(rule, assignment)
     rows, groups = holders.rows(samples), holders.groups
@@ -137,6 +142,8 @@ def _join(
     """Return the moves, sorted by source, destination and fields.
 
     Args:
+        samples: the sample of each read.
+        dsts: the dp-head of each read.
         read: number of the read, for each group of fields that its dp-head lacks.
         src: the worker that sends these fields.
         number: number of the group of fields.
