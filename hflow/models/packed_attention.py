@@ -201,7 +201,8 @@ def packed_attention(
     if packed_layout is None:
         raise BackendError(f"{type(module).__name__} was called without packed_layout")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attend(q, k, v, packed_layout, scaling, reach)[None], None
+    # The output has the order of q in memory. If that is not `[T, H, d]`, it is copied later, and kept twice.
+    return attend(q.contiguous(), k, v, packed_layout, scaling, reach)[None], None
 
 
 def reach_of(module: nn.Module, arguments: Mapping[str, Any]) -> Reach:
@@ -230,9 +231,6 @@ def attend(
     """Compute causal attention within each sequence: q `[U, H, d]` -> `[U, H, d]`.
 
     k and v have H heads or a divisor of H. Without shared prefixes, U is T.
-
-    Raises:
-        BackendError: if heads have sinks, and the kernel takes sequences as they are.
     """
     shared = layout.shared
     if layout.kernel is AttentionKernel.SDPA:

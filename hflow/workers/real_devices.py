@@ -380,11 +380,17 @@ def _check_shared_memory(where: str, process: ProcessDevices, cluster: ClusterSp
 def _check_kernels(where: str, process: ProcessDevices, plan: Plan, replicas: Collection[str]) -> None:
     """Refuse a process whose kernels for packed sequences are not the planned ones, or cannot be loaded."""
     device, deterministic = plan.cluster.device, plan.deterministic
-    own = packed_kernel(device, "bf16", process.capability, process.flash_attn, deterministic=deterministic)
+    shapes = dict(plan.shapes)
     for choice in plan.attention:
         is_varlen = choice.kernel.startswith((AttentionKernel.FLASH_ATTN, AttentionKernel.VARLEN))
         if choice.replica not in replicas or not is_varlen:
             continue
+        shape = shapes.get(plan.replica(choice.replica).model)
+        own = packed_kernel(
+            *(device, "bf16", process.capability, process.flash_attn),
+            deterministic=deterministic,
+            has_sinks=shape is not None and shape.has_sinks,
+        )
         if choice.kernel != str(own):
             depends_on_gpu = AttentionKernel.FLASH_ATTN_3 in process.flash_attn
             raise RunError(

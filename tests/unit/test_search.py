@@ -306,8 +306,7 @@ def test_remedies_do_not_lead_back_and_name_nothing_that_the_planner_chose() -> 
     followed = (*large, "models.actor.gen.engine=vllm")
     plan = compile_recipe(RECIPES / "grpo.py", followed, with_limits=True).plan
     assert plan.replica("actor@gen").layout.expert == 1, "engines have no expert ranks"
-    (sinks,) = plan.unrunnable
-    assert sinks.startswith("actor has attention sinks, which torch varlen does not compute")
+    assert not plan.unrunnable
     (backend,) = [limit for limit in plan.forecast.limits if "network" in limit.cause]
     assert backend.remedies[0].settings == (("models.actor.backend", "megatron"),)
     small = ("cluster=h100-1x8", "model@models.actor=gemma-3-1b", "models.actor.path=null")

@@ -156,16 +156,16 @@ def _head_size_reasons(plan: Plan) -> Iterator[str]:
     """Yield the models with attention heads of a size that the planned kernel does not compute."""
     shapes = dict(plan.shapes)
     known = [replica for replica in plan.replicas if replica.model in shapes]
-    reasons = [head_size_reason(r, plan, shapes[r.model].head_dim, shapes[r.model].has_sinks) for r in known]
+    reasons = [head_size_reason(r, plan, shapes[r.model].head_dim) for r in known]
     yield from (f"{reason}." for reason in dict.fromkeys(reasons) if reason)
 
 
-def head_size_reason(replica: Replica, plan: Plan, head_size: int, has_sinks: bool = False) -> str | None:
+def head_size_reason(replica: Replica, plan: Plan, head_size: int) -> str | None:
     """Return the reason why a replica's attention kernel cannot compute its heads; None if it can."""
     if replica.role == "gen" and traits(replica.backend).has_own_attention:
         return None
     kernel = next(choice.kernel for choice in plan.attention if choice.replica == replica.name)
-    problem, model = head_size_problem(kernel, head_size, has_sinks), replica.model
+    problem, model = head_size_problem(kernel, head_size), replica.model
     return problem and f"{model} {problem}. Set models.{model}.dtype=fp32, or use another architecture"
 
 

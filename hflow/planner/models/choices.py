@@ -113,12 +113,14 @@ def attention_choice(replica: Replica, request: PlanRequest) -> AttentionChoice:
     """Return the kernel of a replica with the reason for it."""
     if is_engine(replica.backend) and traits(replica.backend).has_own_attention:
         return AttentionChoice(replica.name, f"that of {replica.backend}", "the engine chooses it")
+    shape = request.shapes.get(replica.model)
     kernel = packed_kernel(
         request.cluster.device,
         request.model(replica.model).compute_dtype,
         request.hardware.at(replica.workers[0]).device.capability,
         request.flash_attn,
         deterministic=request.deterministic,
+        has_sinks=shape is not None and shape.has_sinks,
     )
     return AttentionChoice(replica.name, str(kernel), kernel.why)
 

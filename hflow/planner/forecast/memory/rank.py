@@ -240,7 +240,7 @@ class Rank:
     def key_copies(self) -> int:
         """How often attention has keys and values: once, or for each query head that shares them."""
         if self.has_varlen_kernel:
-            is_grouped = varlen_groups_queries() or bool(flash_versions())
+            is_grouped = self.shape.has_sinks or varlen_groups_queries() or bool(flash_versions())
         else:
             is_grouped = self.on_cpu  # see `padded_attention`
         return 1 if is_grouped else self.shape.num_heads // self.shape.num_kv_heads
