@@ -70,8 +70,9 @@ def attention_error(device: str, dtype: torch.dtype, case: AttentionCase) -> Att
     gradients = torch.autograd.grad(output, inputs, upstream.to(device))
     exact_inputs = [x.double().requires_grad_() for x in drawn]
     row_of_token, token_of_row = map(torch.from_numpy, (sharing.row_of_token, sharing.token_of_row))
-    whole = (x[row_of_token] for x in exact_inputs[:3])
-    exact = _exact(*whole, Reach(case.reach.window, *exact_inputs[3:]))[token_of_row]
+    whole_q, whole_k, whole_v = (x[row_of_token] for x in exact_inputs[:3])
+    exact_reach = Reach(case.reach.window, *exact_inputs[3:])
+    exact = _exact(whole_q, whole_k, whole_v, exact_reach)[token_of_row]
     exact_gradients = torch.autograd.grad(exact, exact_inputs, upstream.double())
     errors = [relative_error(*pair) for pair in zip(gradients, exact_gradients, strict=True)]
     return AttentionError(layout.kernel, relative_error(output, exact), max(errors))

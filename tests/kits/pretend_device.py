@@ -683,10 +683,16 @@ def _flash_backward(
 
 
 def _efficient_forward(
-    q: Tensor, k: Tensor, v: Tensor, *options: Any, scale: float | None, window_size: int | None, **_: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *options: Any,
+    scale: float | None = None,
+    window_size: int | None = None,
+    **_: Any,
 ) -> tuple[Any, ...]:
     """Attention of `[S, L, H, d]`, with sums `[S, H, L]` that are filled up to a multiple of 32."""
-    *unused, dropout, mask, returns_sums = options
+    *unused, dropout, mask, returns_sums = options  # torch leaves out what is the default
     assert unused == [None] * 5
     assert (dropout, mask, returns_sums) == (0.0, 2, True), "from the end of the keys"
     assert q.shape[2] == k.shape[2], "it groups no queries"
@@ -712,8 +718,8 @@ def _efficient_backward(
     max_k: int,
     sums: Tensor,
     *_: Any,
-    scale: float | None,
-    window_size: int | None,
+    scale: float | None = None,
+    window_size: int | None = None,
     **__: Any,
 ) -> tuple[Tensor, ...]:
     assert out.is_contiguous(), "its places are computed from its shape"
