@@ -1,5 +1,7 @@
 """Calls of attention kernels. All attention of the backends and of the embedded engine is computed here.
 
+Kernels know no sinks: `attention_sinks` makes results with sinks of theirs.
+
 `hflow.types.kernels` chooses the kernel; `num_calls` counts the calls of each. After
 `torch.use_deterministic_algorithms` all of them add in a fixed order, also in the backward pass: torch's own
 by themselves, and flash-attn's because it is asked to. flash-attn-3 is not chosen then.
@@ -159,7 +161,7 @@ def padded_attention(
         v: values `[S, G, M, w]`; w is at most d, and smaller in latent attention.
         scaling: factor of the scores; None for `d ** -0.5`.
         mask: additive mask, or one of `torch.nn.attention.bias`; None for causal attention, where L is M.
-        reach: its sinks. A mask is then additive, and that of `reach`.
+        reach: the sinks, with which a mask is additive, and the window, which a mask has too.
 
     Returns:
         `[S, H, L, w]`.
