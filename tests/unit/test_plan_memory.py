@@ -1333,6 +1333,26 @@ def test_a_real_training_step_and_inference(architecture, dtype, recompute):
     assert transient(architecture, "infer", batch, **asked) == close_to(inferred)
 
 
+def test_masks_of_windows_are_counted_where_a_kernel_needs_them():
+    # Layers 2 and 4 attend to all tokens: of 300 x 300 entries in fp32 two of four layers keep each one.
+    batch, windowed = replace(microbatch(600), longest=300), replace(SMALL, window=SlidingWindow(100, 2))
+    assert activations.window_mask(rank(windowed), batch) == 4 * 300 * 300 // 2
+    assert activations.window_mask(rank(windowed, on_cpu=False), batch) == 4 * 300 * 300 // 2
+    for other in (
+        rank(),
+        rank(replace(windowed, window=SlidingWindow(300, 2))),
+        rank(replace(windowed, has_sinks=True), on_cpu=False),
+        rank(windowed, on_cpu=False, dtype="bf16"),
+    ):
+        assert activations.window_mask(other, batch) == 0
+
+
+def test_a_real_training_step_of_long_sequences_with_sinks_in_windows():
+    trained, _ = kit.real_peaks(kit.BIASED, 2, 512)
+    batch = replace(microbatch(1_024, 768), longest=512)
+    assert transient(kit.BIASED, "train", batch) == pytest.approx(trained, rel=0.02)
+
+
 def test_a_real_training_step_in_several_micro_batches():
     trained, inferred = kit.real_peaks(kit.ARCHITECTURE, 8, 64, tokens_per_microbatch=128)
     batch = microbatch(128, 96, num=4)

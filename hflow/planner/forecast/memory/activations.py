@@ -54,7 +54,20 @@ def kept_by_layer(rank: Rank, batch: MicroBatch, num_mlp: int = 4, num_routed: i
     hidden_rows, split_rows = kept_per_token(rank, pads=batch.pads, num_mlp=num_mlp)
     routed = num_routed * routed_per_token(rank)
     per_token = hidden_rows / rank.token_share + split_rows / rank.tensor + routed
-    return round(per_token * batch.tokens) + repeated_keys(rank, batch)
+    return round(per_token * batch.tokens) + repeated_keys(rank, batch) + window_mask(rank, batch)
+
+
+def window_mask(rank: Rank, batch: MicroBatch) -> int:
+    """Return the bytes of the mask that a layer with a window keeps, as the mean over layers.
+
+    It is that of the longest sequences. A kernel that takes the width of the window needs none.
+    """
+    shape, window = rank.shape, rank.shape.window
+    takes_width = rank.has_varlen_kernel or (shape.has_sinks and not rank.on_cpu)
+    if window is None or window.tokens >= batch.longest or takes_width:
+        return 0
+    num_windowed = shape.num_layers - shape.num_layers // window.full_every
+    return rank.width * batch.longest**2 * num_windowed // shape.num_layers
 
 
 def repeated_keys(rank: Rank, batch: MicroBatch) -> int:

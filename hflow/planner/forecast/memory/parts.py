@@ -90,6 +90,8 @@ class MicroBatch:
     context ranks, all of them have these."""
     mask: int = 0
     """Entries of the mask of samples behind such prompts, for a kernel that needs one."""
+    longest: int = 0
+    """Tokens of the longest sequence."""
 
     def divided(self, num_ranks: int) -> MicroBatch:
         """Return the part of one of several context ranks, which divide the tokens of every sequence."""
@@ -143,6 +145,7 @@ def largest_microbatch(
         image_tokens=0 if images is None else num_images * images.load.tokens,
         repeated=repeated,
         mask=workload.max_response * longest if repeated else 0,
+        longest=longest,
     )
 
 
