@@ -11,6 +11,7 @@ import random
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import chain, islice, pairwise
 
 import numpy as np
@@ -122,18 +123,28 @@ def assign_units(tokens: Sequence[int], num_ranks: int, holders: Mapping[int, Se
     Returns:
         The rank of each unit.
     """
-    order = sorted(range(len(tokens)), key=tokens.__getitem__, reverse=True)
-    rank_of: dict[int, int] = {}
-    loads = [0] * num_ranks
-    _assign_to_lightest(order, tokens, loads, rank_of)
-    limit = max(max(loads), (1 + SLACK) * sum(tokens) / num_ranks)
+    order, ranks, heaviest = _longest_first(tuple(tokens), num_ranks)
+    limit = max(heaviest, (1 + SLACK) * sum(tokens) / num_ranks)
     if holders:
         near, loads = _assign_to_holders(order, tokens, holders, num_ranks, limit)
         _assign_to_lightest([u for u in order if u not in near], tokens, loads, near)
         _exchange(order, tokens, loads, near, limit)
         if max(loads) <= limit:
-            rank_of = near
-    return [rank_of[u] for u in range(len(tokens))]
+            return [near[u] for u in range(len(tokens))]
+    return list(ranks)
+
+
+@lru_cache(maxsize=8)
+def _longest_first(tokens: tuple[int, ...], num_ranks: int) -> tuple[list[int], list[int], int]:
+    """Return the units, the longest first, the rank of each if they may be anywhere, and the heaviest load.
+
+    Kept, as several nodes of a step have equally many ranks.
+    """
+    order = sorted(range(len(tokens)), key=tokens.__getitem__, reverse=True)
+    rank_of: dict[int, int] = {}
+    loads = [0] * num_ranks
+    _assign_to_lightest(order, tokens, loads, rank_of)
+    return order, [rank_of[u] for u in range(len(tokens))], max(loads)
 
 
 def _split(rule: EdgeRule, groups: Sequence[Sequence[int]], holders: Holders) -> tuple[tuple[int, ...], ...]:
@@ -163,9 +174,9 @@ def _best_ranks(rule: EdgeRule, units: Integers, rows: Integers, holders: Holder
         ranks_of[dp_head].append(dp)
     heads, pairs, weights = sorted(ranks_of), [], []
     for group in holders.groups:
-        workers = group.workers[rows]
-        row, column = np.nonzero(np.isin(workers, heads))
-        pairs.append(units[row] * len(heads) + np.searchsorted(heads, workers[row, column]))
+        workers = group.workers[:, rows]
+        place, row = np.nonzero(np.isin(workers, heads))
+        pairs.append(units[row] * len(heads) + np.searchsorted(heads, workers[place, row]))
         weights.append(holders.tokens[rows[row]] * len(group.fields))
     keys, place = np.unique(np.concatenate(pairs or [units[:0]]), return_inverse=True)
     if not len(keys):

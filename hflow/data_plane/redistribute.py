@@ -6,7 +6,7 @@ the executor in every step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import NamedTuple
@@ -31,7 +31,7 @@ class FieldHolders:
     fields: tuple[str, ...]
     """`stream/field` names."""
     workers: Integers
-    """[samples, most holders of one]: the workers whose stores have them, and `NO_WORKER` in other places."""
+    """[most holders of one, samples]: the workers whose stores have them, and `NO_WORKER` in other places."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,14 +63,66 @@ class Move(NamedTuple):
     """`stream/field` names."""
 
 
-def redistribute(
-    rule: EdgeRule, assignment: Shards, holders: Holders, cluster: ClusterSpec
-) -> tuple[Move, ...]:
+@dataclass(frozen=True, eq=False)
+class Moves:
+    """Moves in columns, with a row for each sample of each move.
+
+    Of thousands of workers, most moves are of one sample, and a `Move` of each would take the controller more
+    time than everything else that it does for a batch node.
+    """
+
+    samples: Integers
+    """[rows]"""
+    src: Integers
+    """[rows]"""
+    dst: Integers
+    """[rows]"""
+    kind: Integers
+    """[rows]: number of the fields that move."""
+    fields: tuple[tuple[str, ...], ...]
+    """Kind -> `stream/field` names."""
+
+    @classmethod
+    def of(cls, moves: Iterable[Move]) -> Moves:
+        """Return moves in columns, in their order."""
+        moves = tuple(moves)
+        fields = tuple(dict.fromkeys(move.fields for move in moves))
+        rows = [(s, move.src, move.dst, fields.index(move.fields)) for move in moves for s in move.samples]
+        return cls(*np.array(rows, np.int64).reshape(-1, 4).T, fields)
+
+    def joined(self) -> tuple[Move, ...]:
+        """Return the moves, each with all neighbouring rows of the same source, destination and fields."""
+        columns = np.stack((self.src, self.dst, self.kind))
+        starts = np.flatnonzero(np.diff(columns, axis=1, prepend=-1).any(axis=0))
+        samples, ends = self.samples.tolist(), pairwise((*starts.tolist(), len(self.samples)))
+        return tuple(
+            Move(src, dst, tuple(samples[start:end]), self.fields[kind])
+            for (start, end), src, dst, kind in zip(ends, *columns[:, starts].tolist(), strict=True)
+        )
+
+    def by_destination(self) -> dict[int, Moves]:
+        """Return destination -> its moves, in their order: one message, from whichever workers they are."""
+        order = np.argsort(self.dst, kind="stable")
+        found, starts = np.unique(self.dst[order], return_index=True)
+        parts = np.split(order, starts[1:])
+        return {dst: self._part(part) for dst, part in zip(found.tolist(), parts, strict=False)}
+
+    @property
+    def sources(self) -> set[int]:
+        """Workers that send."""
+        return set(np.unique(self.src).tolist())
+
+    def _part(self, rows: Integers) -> Moves:
+        return Moves(self.samples[rows], self.src[rows], self.dst[rows], self.kind[rows], self.fields)
+
+
+def redistribute(rule: EdgeRule, assignment: Shards, holders: Holders, cluster: ClusterSpec) -> Moves:
     """Plan the moves after which every dp-head holds what its rank reads.
 
     Data that a dp-head already holds does not move, and nothing moves twice. The source of a move is a
     holder on the dp-head's machine if there is one, and among these the one that sends least so far. Fields
-    with the same source, destination and samples share one move.
+    with the same source, destination and samples share one move. Moves are sorted by source, destination,
+    fields and sample.
 
     What each worker sends is counted in fields, first for all samples without a choice. It is counted anew
     after each of `NUM_CHOICES` parts of the other samples: of few samples, after each.
@@ -83,23 +135,23 @@ def redistribute(
     """
     samples, dsts = _reads(rule, assignment)
     rows, groups = holders.rows(samples), holders.groups
-    nowhere = np.full((0, max((1, *(group.workers.shape[1] for group in groups)))), NO_WORKER)
+    nowhere = np.full((max((1, *(len(group.workers) for group in groups))), 0), NO_WORKER)
     lacking, options = [np.arange(0)], [nowhere]
     for group in groups:
-        workers = group.workers[rows]
-        lacks = np.flatnonzero((workers != dsts[:, None]).all(axis=1))
-        workers = workers[lacks]
+        workers = group.workers[:, rows]
+        lacks = np.flatnonzero((workers != dsts).all(axis=0))
+        workers = workers[:, lacks]
         has = workers != NO_WORKER
-        is_near = has & (workers // cluster.devices_per_node == dsts[lacks, None] // cluster.devices_per_node)
-        has &= is_near | ~is_near.any(axis=1, keepdims=True)
-        missing = samples[lacks[~has.any(axis=1)]]
+        is_near = has & (workers // cluster.devices_per_node == dsts[lacks] // cluster.devices_per_node)
+        has &= is_near | ~is_near.any(axis=0)
+        missing = samples[lacks[~has.any(axis=0)]]
         assert not len(missing), f"no worker holds {', '.join(group.fields)} of sample {missing[0]}"
-        width = ((0, 0), (0, nowhere.shape[1] - workers.shape[1]))
+        width = ((0, len(nowhere) - len(workers)), (0, 0))
         lacking.append(lacks)
         options.append(np.pad(np.where(has, workers, NO_WORKER), width, constant_values=NO_WORKER))
     number = np.repeat(np.arange(len(groups)), [len(lacks) for lacks in lacking[1:]])
     num_fields = np.array([len(group.fields) for group in groups], np.int64)[number]
-    src = _choose(np.concatenate(options), num_fields, cluster.num_devices)
+    src = _choose(np.concatenate(options, axis=1), num_fields, cluster.num_devices)
     return _join(samples, dsts, np.concatenate(lacking), src, number, [group.fields for group in groups])
 
 
@@ -116,19 +168,19 @@ def _reads(rule: EdgeRule, assignment: Shards) -> tuple[Integers, Integers]:
 
 
 def _choose(options: Integers, num_fields: Integers, num_workers: int) -> Integers:
-    """Return the worker of each row that has sent least, and the first of several."""
-    options = np.sort(np.where(options == NO_WORKER, num_workers, options), axis=1)
-    chosen = options[:, :1].copy()
-    has_choice = (options < num_workers).sum(axis=1) > 1
+    """Return the worker of each column that has sent least, and the first of several."""
+    options = np.sort(np.where(options == NO_WORKER, num_workers, options), axis=0)
+    chosen = options[0].copy()
+    has_choice = (options < num_workers).sum(axis=0) > 1
     sent = np.append(np.zeros(num_workers), np.inf)
-    sent += np.bincount(chosen[~has_choice, 0], num_fields[~has_choice], num_workers + 1)
+    sent += np.bincount(chosen[~has_choice], num_fields[~has_choice], num_workers + 1)
     choices = np.flatnonzero(has_choice)
     for first in range(min(NUM_CHOICES, len(choices))):
         part = choices[first::NUM_CHOICES]  # samples of all dp-heads, which have other options
-        least = sent[options[part]].argmin(axis=1)[:, None]
-        chosen[part] = np.take_along_axis(options[part], least, axis=1)
-        sent += np.bincount(chosen[part, 0], num_fields[part], num_workers + 1)
-    return chosen[:, 0]
+        least = sent[options[:, part]].argmin(axis=0)
+        chosen[part] = options[least, part]
+        sent += np.bincount(chosen[part], num_fields[part], num_workers + 1)
+    return chosen
 
 
 def _join(
@@ -138,8 +190,8 @@ def _join(
     src: Integers,
     number: Integers,
     names: Sequence[tuple[str, ...]],
-) -> tuple[Move, ...]:
-    """Return the moves, sorted by source, destination and fields.
+) -> Moves:
+    """Return the moves, sorted by source, destination, fields and sample.
 
     Args:
         samples: the sample of each read.
@@ -150,7 +202,7 @@ def _join(
         names: the fields of each group.
     """
     if not len(read):
-        return ()
+        return Moves.of(())
     assert len(names) < 64, "a bit of 64 is a group of fields"
     order = np.lexsort((src, read))
     read, src = read[order], src[order]
@@ -161,12 +213,8 @@ def _join(
     by_fields = sorted(range(len(fields)), key=fields.__getitem__)
     place = np.empty(len(fields), np.int64)
     place[by_fields] = np.arange(len(fields))
-    columns = np.stack((src, dsts[read], place[kind]))
-    order = np.lexsort((samples[read], *columns[::-1]))
-    columns, ordered = columns[:, order], samples[read[order]].tolist()
-    starts = np.flatnonzero(np.diff(columns, axis=1, prepend=-1).any(axis=0))
-    ends = pairwise((*starts.tolist(), len(ordered)))
-    return tuple(
-        Move(src, dst, tuple(ordered[start:end]), fields[by_fields[number]])
-        for (start, end), src, dst, number in zip(ends, *columns[:, starts].tolist(), strict=True)
-    )
+    columns = (samples[read], place[kind], dsts[read], src)
+    order = np.lexsort(columns)
+    moved, kind, dst, src = (column[order] for column in columns)
+    ends = (src.astype(np.int32), dst.astype(np.int32))  # a message is half as long
+    return Moves(moved, *ends, kind.astype(np.int16), tuple(fields[number] for number in by_fields))

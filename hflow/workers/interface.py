@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hflow.base.durable_files import FileChecksum
 from hflow.base.waiting import WaitFor, wait_silently
-from hflow.data_plane.redistribute import Move
+from hflow.data_plane.redistribute import Moves
 from hflow.planner.plan.rows import Plan, Replica
 from hflow.services.client import ServiceAccess
 from hflow.types.body_line import BodyLine
@@ -78,7 +78,7 @@ class Workers(abc.ABC):
         return lines
 
     @abc.abstractmethod
-    async def transfer(self, moves: Sequence[Move]) -> int:
+    async def transfer(self, moves: Moves) -> int:
         """Perform moves between stores and return the bytes moved.
 
         Nodes that are run after this call has begun find the moved fields, without waiting for its answer.

@@ -17,6 +17,8 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+
 from hflow.config.schema import WorkloadImages
 from hflow.data_plane.group_placement import GroupPlacer, stream_dp_heads
 from hflow.data_plane.locations import DataLocations
@@ -71,14 +73,13 @@ def estimate_traffic(plan: Plan, request: PlanRequest, workload: Workload) -> tu
         cut = cuts.get(rule.consumer)
         assignment = shards(rule, cut, groups, holders, seed=request.seed, step=0)
         moves = redistribute(rule, assignment, holders, plan.cluster)
-        edges.append(_traffic(rule, assignment, moves, tokens, sizes.of(rule.fields), holders, part))
+        edges.append(_traffic(rule, assignment, moves.joined(), tokens, sizes.of(rule.fields), holders, part))
         locations.add_moves(moves)
         outputs = _outputs(plan.graph, rule.consumer)
         for dp_head, minibatches in zip(rule.heads, assignment, strict=True):
             locations.add_outputs(outputs, [s for minibatch in minibatches for s in minibatch], dp_head)
         if rule.consumer in streaming:  # its outputs are also moved to where the samples are
-            for worker, made in locations.by_home(samples).items():
-                locations.add_copies(outputs, made, worker)
+            locations.add_copies(outputs, samples, np.array(workers))
     return tuple(edges)
 
 
@@ -313,7 +314,7 @@ def _held_bytes(rule: EdgeRule, nbytes: FieldBytes, holders: Holders) -> dict[in
     """Return dp-head -> sample -> bytes above 0 of the sample's fields that the dp-head's worker holds."""
     held_bytes: dict[int, dict[int, int]] = {dp_head: defaultdict(int) for dp_head in rule.heads}
     for group in holders.groups:
-        for sample, workers in zip(holders.samples.tolist(), group.workers.tolist(), strict=True):
+        for sample, workers in zip(holders.samples.tolist(), group.workers.T.tolist(), strict=True):
             for dp_head in held_bytes.keys() & workers:
                 held_bytes[dp_head][sample] += sum(nbytes[field][sample] for field in group.fields)
     return held_bytes

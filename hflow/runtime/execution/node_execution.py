@@ -11,6 +11,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
+
+import numpy as np
 
 from hflow.data_plane.locations import DataLocations
 from hflow.data_plane.minibatches import shards
@@ -95,9 +98,9 @@ class NodeExecution:
             moves = redistribute(rule, assignment, holders, self._run.plan.cluster)
             await asyncio.sleep(0)
         tasks = node_tasks(node, step, rule.heads, self._replica_workers(node), assignment)
-        transfer = self._run.workers.transfer(moves) if moves else _nothing()
+        transfer = self._run.workers.transfer(moves) if len(moves.samples) else _nothing()
         with self._run.working(OngoingWork(node, DEVICE, tuple(tasks), time.time(), step + 1)):
-            if any(move.src in self._run.workers.replaceable for move in moves):
+            if not self._run.workers.replaceable.keys().isdisjoint(moves.sources):
                 # The source may fail meanwhile. The node must not run then before the moves are done again.
                 moved_bytes = await transfer
                 results = await self._run.workers.run(tasks)
@@ -119,8 +122,10 @@ class NodeExecution:
     def _record(self, node: str, locations: DataLocations, results: Sequence[NodeResult]) -> None:
         fields = self.output_fields(node)
         uses_devices = bool(self._run.plan.placement(node).replicas)
+        made = chain.from_iterable(result.samples for result in results)
+        makers = np.repeat([result.worker for result in results], [len(result.samples) for result in results])
+        locations.add_outputs(fields, made, makers)
         for result in results:
-            locations.add_outputs(fields, result.samples, result.worker)
             self._run.ledger.record_result(result)
             if result.state is not None:
                 self.states[node] = result.state

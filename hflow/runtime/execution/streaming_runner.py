@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 
 from hflow.data_plane.locations import DataLocations
-from hflow.data_plane.redistribute import Move
+from hflow.data_plane.redistribute import Move, Moves
 from hflow.runtime.events import NodeDone, RunStreamingInference
 from hflow.runtime.execution.node_execution import NodeExecution
 from hflow.runtime.execution.run_context import RunContext
@@ -80,7 +80,9 @@ class StreamingRunner:
             for sample in samples:
                 if worker_of[sample] != home:
                     routes.setdefault((worker_of[sample], home), []).append(sample)
-        moves = [Move(src, dst, tuple(samples), fields) for (src, dst), samples in sorted(routes.items())]
-        if moves:
+        moves = Moves.of(
+            Move(src, dst, tuple(samples), fields) for (src, dst), samples in sorted(routes.items())
+        )
+        if routes:
             await self._run.workers.transfer(moves)
         locations.add_moves(moves)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ from hflow.workers.messages import LANES, MESSAGES, Message, activity_of
 from hflow.workers.process_setup import freeze_gc
 
 if TYPE_CHECKING:
+    from hflow.data_plane.redistribute import Moves
     from hflow.workers.process_groups import ProcessRank
     from hflow.workers.real_devices import ProcessDevices
     from hflow.workers.storage.sample_store import PackedSamples, SampleRequest
@@ -119,12 +122,15 @@ class WorkerProcess:
         tasks = self._worker.detach_groups(worker, stream, groups)
         return [dataclasses.replace(task, journals=ray.put(task.journals)) for task in tasks]
 
-    def pull(self, requests: Mapping[int, list[SampleRequest]]) -> int:
-        """Fetch samples from other workers, worker -> what to fetch, into the store, and return their bytes.
+    def pull(self, moves: Moves) -> int:
+        """Fetch samples from other workers into the store, and return their bytes.
 
         Raises:
             RunError: when one of these workers has died.
         """
+        requests: dict[int, list[SampleRequest]] = defaultdict(list)
+        for move in moves.joined():
+            requests[move.src].append((move.samples, move.fields))
         exports = {source: self._peers[source].export.remote(wanted) for source, wanted in requests.items()}
         with self._probe.running(activity_of("pull")):
             return sum(
@@ -164,8 +170,19 @@ def _forward(name: str, message: Message) -> Callable[..., Any]:
     return forward
 
 
+def _packed(method: Callable[..., Any]) -> Callable[[WorkerProcess, bytes], bytes]:
+    """Return an actor method that receives its arguments, and returns its answer, as bytes."""
+
+    def packed(self: WorkerProcess, arguments: bytes) -> bytes:
+        return pickle.dumps(method(self, *pickle.loads(arguments)), pickle.HIGHEST_PROTOCOL)
+
+    packed.__name__ = method.__name__
+    return packed
+
+
 for _name, _message in MESSAGES.items():
     _method = vars(WorkerProcess).get(_name) or _forward(_name, _message)
+    _method = _method if _message.has_references else _packed(_method)
     _options = ray.method(concurrency_group=_message.lane, num_returns=_message.num_returns)
     setattr(WorkerProcess, _name, _options(_method))
 

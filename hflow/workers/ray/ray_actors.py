@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import pickle
 import signal
 import socket
 import threading
@@ -29,6 +30,7 @@ from hflow.base.errors import RunError, WorkerFailureError
 from hflow.base.waiting import WaitFor, wait_silently
 from hflow.planner.plan.cluster import ClusterSpec
 from hflow.processes.guard import children
+from hflow.workers.messages import MESSAGES
 from hflow.workers.process_setup import ray_address
 from hflow.workers.ray.machines import NODE_ID, all_machines, choose_machines, free_machines
 from hflow.workers.ray.ray_actor import RayWorker
@@ -136,10 +138,17 @@ class RayActors:
             self._reservation = None
 
 
+def send(actor: Any, method: str, *arguments: Any) -> Any:
+    """Send one message; returns a reference to its answer, or its bytes (`Message.has_references`)."""
+    if not MESSAGES[method].has_references:
+        arguments = (pickle.dumps(arguments, pickle.HIGHEST_PROTOCOL),)
+    return getattr(actor, method).remote(*arguments)
+
+
 async def close_workers(actors: list[Any]) -> None:
     """Let workers end their threads and pools; their processes stay. One that does not answer is ignored."""
     if actors:
-        closing = [actor.close.remote() for actor in actors]
+        closing = [send(actor, "close") for actor in actors]
         await asyncio.to_thread(ray.wait, closing, num_returns=len(closing), timeout=CLOSE_SECONDS)
 
 

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from hflow.data.batches.batch import Batch
-from hflow.data_plane.redistribute import Move
 from hflow.graph.ir import TRAJECTORY_FIELDS
 from hflow.types import Trajectory, Unit
 from hflow.workers.storage.field_column import Cell, FieldColumn, PackedValues
@@ -304,12 +303,3 @@ def unpack(store: SampleStore, packed: PackedSamples) -> int:
     for stream, batch in packed.items():
         store.put(stream, batch)
     return sum(batch.nbytes for batch in packed.values())
-
-
-def pulls_of(moves: Iterable[Move]) -> dict[int, dict[int, list[SampleRequest]]]:
-    """Return destination -> source -> requests, so that each pair of workers exchanges one message."""
-    pulls: dict[int, dict[int, list[SampleRequest]]] = {}
-    for move in moves:
-        requests = pulls.setdefault(move.dst, {}).setdefault(move.src, [])
-        requests.append((move.samples, move.fields))
-    return pulls
