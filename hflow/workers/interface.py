@@ -10,7 +10,7 @@ import abc
 import asyncio
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from hflow.base.durable_files import FileChecksum
 from hflow.base.waiting import WaitFor, wait_silently
@@ -359,8 +359,7 @@ class SavedJournals:
     """Sample -> name of the file, such as `worker-0`."""
 
 
-@dataclass(frozen=True)
-class ComputeTask:
+class ComputeTask(NamedTuple):
     """Run a sample-level node on one sample, or a group-level node on a group's samples."""
 
     node: str
@@ -538,8 +537,7 @@ class SampleText:
     turns: tuple[SampleTurn, ...]
 
 
-@dataclass(frozen=True)
-class ComputeReady:
+class ComputeReady(NamedTuple):
     """A sample- or group-level node finished; its fields are in this worker's store."""
 
     node: str

@@ -277,7 +277,7 @@ class Executor:
     def _of_remaining(self, task: ComputeTask) -> ComputeTask:
         """Return a task for those of its samples that have not been refused since it was sent."""
         samples = self._state.remaining_samples(task.node, task.key)
-        return task if samples is None else replace(task, samples=samples)
+        return task if samples is None else task._replace(samples=samples)
 
     # Worker -> controller
     async def _poll(self, worker: int) -> None:
