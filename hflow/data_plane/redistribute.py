@@ -133,8 +133,8 @@ def redistribute(rule: EdgeRule, assignment: Shards, holders: Holders, cluster: 
         holders: the workers that have the fields now; every sample of the assignment has a holder.
         cluster: says which workers share a machine.
     """
-    samples, dsts = _reads(rule, assignment)
-    rows, groups = holders.rows(samples), holders.groups
+    dsts, rows = _reads(rule, assignment, holders)
+    samples, groups = holders.samples[rows], holders.groups
     nowhere = np.full((max((1, *(len(group.workers) for group in groups))), 0), NO_WORKER)
     lacking, options = [np.arange(0)], [nowhere]
     for group in groups:
@@ -155,31 +155,31 @@ def redistribute(rule: EdgeRule, assignment: Shards, holders: Holders, cluster: 
     return _join(samples, dsts, np.concatenate(lacking), src, number, [group.fields for group in groups])
 
 
-def _reads(rule: EdgeRule, assignment: Shards) -> tuple[Integers, Integers]:
-    """Return the samples that dp-heads read, and these dp-heads. Several ranks may share a dp-head."""
-    parts = [list(chain.from_iterable(minibatches)) for minibatches in assignment]
-    samples = np.fromiter(chain.from_iterable(parts), np.int64)
-    dsts = np.repeat(np.asarray(rule.heads, np.int64), [len(part) for part in parts])
-    order = np.lexsort((samples, dsts))
-    samples, dsts = samples[order], dsts[order]
-    is_new = np.ones(len(order), bool)
-    is_new[1:] = (np.diff(samples) != 0) | (np.diff(dsts) != 0)
-    return samples[is_new], dsts[is_new]
+def _reads(rule: EdgeRule, assignment: Shards, holders: Holders) -> tuple[Integers, Integers]:
+    """Return dp-heads and the rows of the samples that they read. Several ranks may share a dp-head."""
+    counts = [sum(map(len, minibatches)) for minibatches in assignment]
+    samples = np.fromiter(chain.from_iterable(chain.from_iterable(assignment)), np.int64)
+    dsts = np.repeat(np.asarray(rule.heads, np.int64), counts)
+    num_rows = len(holders.samples)
+    reads = np.sort(dsts * num_rows + holders.rows(samples))
+    return np.divmod(reads[np.diff(reads, prepend=-1) != 0], max(1, num_rows))
 
 
 def _choose(options: Integers, num_fields: Integers, num_workers: int) -> Integers:
     """Return the worker of each column that has sent least, and the first of several."""
-    options = np.sort(np.where(options == NO_WORKER, num_workers, options), axis=0)
-    chosen = options[0].copy()
-    has_choice = (options < num_workers).sum(axis=0) > 1
+    chosen = options.max(axis=0)
+    has_choice = (options != NO_WORKER).sum(axis=0) > 1
     sent = np.append(np.zeros(num_workers), np.inf)
     sent += np.bincount(chosen[~has_choice], num_fields[~has_choice], num_workers + 1)
     choices = np.flatnonzero(has_choice)
+    options = options[:, choices]
+    options = np.sort(np.where(options == NO_WORKER, num_workers, options), axis=0)
     for first in range(min(NUM_CHOICES, len(choices))):
-        part = choices[first::NUM_CHOICES]  # samples of all dp-heads, which have other options
+        part = slice(first, None, NUM_CHOICES)  # samples of all dp-heads, which have other options
         least = sent[options[:, part]].argmin(axis=0)
-        chosen[part] = options[least, part]
-        sent += np.bincount(chosen[part], num_fields[part], num_workers + 1)
+        sources, columns = np.take_along_axis(options[:, part], least[None], axis=0)[0], choices[part]
+        chosen[columns] = sources
+        sent += np.bincount(sources, num_fields[columns], num_workers + 1)
     return chosen
 
 
@@ -194,7 +194,7 @@ def _join(
     """Return the moves, sorted by source, destination, fields and sample.
 
     Args:
-        samples: the sample of each read.
+        samples: the sample of each read, ascending by dp-head and sample.
         dsts: the dp-head of each read.
         read: number of the read, for each group of fields that its dp-head lacks.
         src: the worker that sends these fields.
@@ -204,17 +204,19 @@ def _join(
     if not len(read):
         return Moves.of(())
     assert len(names) < 64, "a bit of 64 is a group of fields"
-    order = np.lexsort((src, read))
-    read, src = read[order], src[order]
-    starts = np.flatnonzero(np.diff(read, prepend=-1) | np.diff(src, prepend=-1))
-    read, src, sent = read[starts], src[starts], np.bitwise_or.reduceat(1 << number[order], starts)
+    span = 1 + max(src.max(), dsts.max())
+    pairs = read * span + src
+    order = np.argsort(pairs, kind="stable")
+    starts = np.flatnonzero(np.diff(pairs[order], prepend=-1))
+    sent = np.bitwise_or.reduceat(1 << number[order], starts)
+    read, src = np.divmod(pairs[order[starts]], span)
     kinds, kind = np.unique(sent, return_inverse=True)
     fields = [tuple(sorted(chain(*(n for i, n in enumerate(names) if k >> i & 1)))) for k in kinds.tolist()]
     by_fields = sorted(range(len(fields)), key=fields.__getitem__)
     place = np.empty(len(fields), np.int64)
     place[by_fields] = np.arange(len(fields))
-    columns = (samples[read], place[kind], dsts[read], src)
-    order = np.lexsort(columns)
-    moved, kind, dst, src = (column[order] for column in columns)
-    ends = (src.astype(np.int32), dst.astype(np.int32))  # a message is half as long
-    return Moves(moved, *ends, kind.astype(np.int16), tuple(fields[number] for number in by_fields))
+    order = np.argsort((src * span + dsts[read]) * len(kinds) + place[kind], kind="stable")
+    read = read[order]
+    ends = (src[order].astype(np.int32), dsts[read].astype(np.int32))  # a message is half as long
+    kind = place[kind[order]].astype(np.int16)
+    return Moves(samples[read], *ends, kind, tuple(fields[number] for number in by_fields))
