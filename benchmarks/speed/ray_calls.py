@@ -114,7 +114,7 @@ async def call(workers: RayWorkers, num_workers: int) -> dict[str, float]:
     """Ask all workers to pull nothing, several times."""
     nothing, start = Moves.of(()), time.perf_counter()
     for _ in range(CALLS):
-        await workers._call_devices("pull", {worker: (nothing,) for worker in range(num_workers)})
+        await workers._call_devices("pull", dict.fromkeys(range(num_workers), (nothing,)))
     return {"seconds": (time.perf_counter() - start) / CALLS}
 
 

@@ -204,12 +204,10 @@ def _assign_to_holders(
     with_one = [u for u in order if u in holders and len(holders[u]) == 1]
     with_several = [u for u in order if u in holders and len(holders[u]) > 1]
     for u in (*with_one, *with_several):
-        ranks = holders[u]
-        rank = ranks[0] if len(ranks) == 1 else min(ranks, key=lambda rank: (loads[rank], rank))
-        load = loads[rank] + tokens[u]
-        if load <= limit:
+        load, rank = min((loads[rank], rank) for rank in holders[u])
+        if load + tokens[u] <= limit:
             rank_of[u] = rank
-            loads[rank] = load
+            loads[rank] += tokens[u]
     return rank_of, loads
 
 

@@ -167,7 +167,7 @@ def test_workers_are_placed_on_the_machines_of_the_plan(
     from ray.cluster_utils import Cluster
 
     from hflow.workers.ray import ray_actors
-    from hflow.workers.ray.ray_actors import RayActors, reserve
+    from hflow.workers.ray.ray_actors import RayActors, reserve, send
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 8, "include_dashboard": False})
     try:

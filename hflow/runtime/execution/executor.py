@@ -202,13 +202,14 @@ class Executor:
             messages = WorkerMessages()
             for worker, events in received:
                 for event in events:
-                    if isinstance(event, ev.EngineLost):
+                    if worker is not None:
+                        # What a worker reports is recorded here, so that ledger and state are of one moment.
+                        event = self._translate(worker, event)
+                    elif isinstance(event, ev.EngineLost):
                         self._recovery.mark_lost(event.replica)
                     elif isinstance(event, ev.EngineBack):
                         self._continue_on(self._recovery.worker_of(event.replica), messages)
-                    # What a worker reports is recorded here, so that ledger and state are of one moment.
-                    known = event if worker is None else self._translate(worker, event)
-                    for instruction in self._state.handle(known):
+                    for instruction in self._state.handle(event):
                         self._run.ledger.record_instruction(instruction)
                         self._perform(instruction, messages)
             self._send(messages)

@@ -7,7 +7,7 @@ everything else (time, tokens, refused samples) goes into the row of the step th
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import pstdev
 from typing import Any, Protocol
@@ -235,7 +235,8 @@ class StepMetrics:
 
     def add_report(self, report: WorkerReport) -> None:
         """Count what a worker's engines, episodes and bodies did."""
-        self._retries.update(RETRIES.member(retry.node) for retry in report.retries)
+        for retry in report.retries:
+            self._retries[RETRIES.member(retry.node)] += 1
         self._engine_stats += report.engine_stats
         self.devices.add_report(report)
         self._episodes.add_report(report.worker, report.episodes)
@@ -388,26 +389,27 @@ class RewardMetrics:
         """Node that reports the rewards of a trained stream -> that stream."""
         self._by_source = {stream for stream, name in node_of.items() if graph.stream(stream).source == name}
         """Streams whose source reports their rewards."""
-        self._rewards: dict[tuple[str, int], float] = {}
-        self._lengths: dict[tuple[str, int], int] = {}
+        self._rewards: dict[str, dict[int, float]] = defaultdict(dict)
+        self._lengths: dict[str, dict[int, int]] = defaultdict(dict)
 
     def add_sample(self, sample: SampleReady) -> None:
         """Remember a generated sample's length, and its reward if its source returns one."""
-        self._lengths[sample.stream, sample.sample] = sample.num_learned
+        self._lengths[sample.stream][sample.sample] = sample.num_learned
         if sample.value is not None and sample.stream in self._by_source:
-            self._rewards[sample.stream, sample.sample] = sample.value
+            self._rewards[sample.stream][sample.sample] = sample.value
 
     def add_result(self, result: ComputeReady) -> None:
         """Remember a sample's reward, if this node reports it."""
         stream = self._stream_of.get(result.node)
         if result.value is not None and stream is not None:
-            self._rewards[stream, result.key] = result.value
+            self._rewards[stream][result.key] = result.value
 
     def forget(self, stream: str, samples: Iterable[int]) -> None:
         """Forget samples that will not be trained."""
+        rewards, lengths = self._rewards[stream], self._lengths[stream]
         for sample in samples:
-            self._rewards.pop((stream, sample), None)
-            self._lengths.pop((stream, sample), None)
+            rewards.pop(sample, None)
+            lengths.pop(sample, None)
 
     def take_batch(self, stream: str, samples: Sequence[int], group_size: int) -> dict[str, float]:
         """Return the metrics of the samples that a step trains, and forget these samples.
@@ -415,8 +417,9 @@ class RewardMetrics:
         Rewards are left out where some are not known yet: those that batch nodes give, and those of samples
         that were scored before the run was resumed.
         """
-        lengths = [self._lengths[stream, x] for x in samples if (stream, x) in self._lengths]
-        rewards = {x: self._rewards[stream, x] for x in samples if (stream, x) in self._rewards}
+        all_lengths, all_rewards = self._lengths[stream], self._rewards[stream]
+        lengths = [all_lengths[x] for x in samples if x in all_lengths]
+        rewards = {x: all_rewards[x] for x in samples if x in all_rewards}
         self.forget(stream, samples)
         values: dict[str, float] = {}
         if lengths:
@@ -455,10 +458,12 @@ class EpisodeCounts:
     def add_report(self, worker: int, states: Mapping[str, int]) -> None:
         """Add a worker's report: its episodes in each state. `terminated` counts all that ever ended."""
         if states:
-            self._current.subtract(self._latest.get(worker, {}))
-            self._current.update(states)
+            before = self._latest.get(worker, {})
+            for state in before.keys() | states.keys():
+                self._current[state] += states.get(state, 0) - before.get(state, 0)
+            for state, number in self._current.items():
+                self._sums[state] += number
             self._latest[worker] = states
-            self._sums.update(self._current)
             self._num_reports += 1
 
     def forget_worker(self, worker: int) -> None:

@@ -53,8 +53,8 @@ class RunSaving:
         self._streaming_nodes = frozenset(
             node.name for node in plan.schedule.nodes if node.level is not Level.BATCH and node.groups
         )
-        self._finished: dict[tuple[str, int], SampleReady] = {}
-        """Samples that are in no batch yet."""
+        self._finished: dict[str, dict[int, SampleReady]] = {name: {} for name in self._streams}
+        """Stream -> samples that are in no batch yet."""
         self._copied: dict[int, dict[str, str]] = defaultdict(dict)
         """Steps -> model -> the directory to which its copy is being written."""
         self._failures: dict[int, OSError] = {}
@@ -72,12 +72,13 @@ class RunSaving:
     # What the run tells
     def add_finished(self, sample: SampleReady) -> None:
         """Note a sample whose source is done."""
-        self._finished[sample.stream, sample.sample] = sample
+        self._finished[sample.stream][sample.sample] = sample
 
     def forget(self, stream: str, samples: Iterable[int]) -> None:
         """Note samples that are in a batch, or have left the run."""
+        finished = self._finished[stream]
         for sample in samples:
-            self._finished.pop((stream, sample), None)
+            finished.pop(sample, None)
 
     # Saving
     async def copy_model(self, model: str, steps: int) -> None:
@@ -120,7 +121,7 @@ class RunSaving:
             snapshot,
             self._run.ledger.position(),
             dict(self._node_execution.states),
-            tuple(self._finished[s.stream, sample] for s in snapshot.streams for sample in s.finished),
+            tuple(self._finished[s.stream][sample] for s in snapshot.streams for sample in s.finished),
             tuple((stream, sample, samples_file(worker)) for (stream, sample), worker in homes.items()),
             {
                 model: num + self._extra_updates.get(model, 0)
