@@ -88,7 +88,8 @@ class Moves:
         moves = tuple(moves)
         fields = tuple(dict.fromkeys(move.fields for move in moves))
         rows = [(s, move.src, move.dst, fields.index(move.fields)) for move in moves for s in move.samples]
-        return cls(*np.array(rows, np.int64).reshape(-1, 4).T, fields)
+        samples, src, dst, kind = np.array(rows, np.int64).reshape(-1, 4).T
+        return cls(samples, src, dst, kind, fields)
 
     def joined(self) -> tuple[Move, ...]:
         """Return the moves, each with all neighbouring rows of the same source, destination and fields."""
@@ -167,7 +168,7 @@ def _reads(rule: EdgeRule, assignment: Shards, holders: Holders) -> tuple[Intege
 
 def _choose(options: Integers, num_fields: Integers, num_workers: int) -> Integers:
     """Return the worker of each column that has sent least, and the first of several."""
-    chosen = options.max(axis=0)
+    chosen: Integers = options.max(axis=0)
     has_choice = (options != NO_WORKER).sum(axis=0) > 1
     sent = np.append(np.zeros(num_workers), np.inf)
     sent += np.bincount(chosen[~has_choice], num_fields[~has_choice], num_workers + 1)

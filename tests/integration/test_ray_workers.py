@@ -68,7 +68,7 @@ def launch(setup: WorkerSetup) -> MeasuredWorkers:
 def pair(cluster: None) -> Iterator[MeasuredWorkers]:
     """Two workers that train and generate in turns."""
     setup = kit.with_knobs(kit.setup_of("cluster=cpu-1x2"), "score", hang="never")
-    workers = launch(dataclasses.replace(setup, collective_timeout=300.0))
+    workers = launch(dataclasses.replace(setup, collective_timeout=10.0))
     yield workers
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ray_actors, "CLOSE_SECONDS", 2.0)  # the last tests leave a worker that does not answer
@@ -78,7 +78,7 @@ def pair(cluster: None) -> Iterator[MeasuredWorkers]:
 
 def go(work: Awaitable[T]) -> T:
     async def limited() -> T:
-        async with asyncio.timeout(600):
+        async with asyncio.timeout(120):
             return await work
 
     return asyncio.run(limited())
