@@ -93,7 +93,7 @@ class Moves:
 
     def joined(self) -> tuple[Move, ...]:
         """Return the moves, each with all neighbouring rows of the same source, destination and fields."""
-        columns = np.stack((self.src, self.dst, self.kind))
+        columns = np.stack((self.src, self.dst, self.kind)).astype(np.int64)
         starts = np.flatnonzero(np.diff(columns, axis=1, prepend=-1).any(axis=0))
         samples, ends = self.samples.tolist(), pairwise((*starts.tolist(), len(self.samples)))
         return tuple(
@@ -102,7 +102,7 @@ class Moves:
         )
 
     def by_destination(self) -> dict[int, Moves]:
-        """Return destination -> its moves, in their order: one message, from whichever workers they are."""
+        """Return destination -> its moves, in their order: one message, whichever workers send."""
         order = np.argsort(self.dst, kind="stable")
         found, starts = np.unique(self.dst[order], return_index=True)
         parts = np.split(order, starts[1:])
@@ -114,7 +114,10 @@ class Moves:
         return set(np.unique(self.src).tolist())
 
     def _part(self, rows: Integers) -> Moves:
-        return Moves(self.samples[rows], self.src[rows], self.dst[rows], self.kind[rows], self.fields)
+        """Return some rows, with as few bytes for a number as they need."""
+        columns = [column[rows] for column in (self.samples, self.src, self.dst, self.kind)]
+        samples, src, dst, kind = (column.astype(np.min_scalar_type(column.max())) for column in columns)
+        return Moves(samples, src, dst, kind, self.fields)
 
 
 def redistribute(rule: EdgeRule, assignment: Shards, holders: Holders, cluster: ClusterSpec) -> Moves:
@@ -217,7 +220,5 @@ def _join(
     place = np.empty(len(fields), np.int64)
     place[by_fields] = np.arange(len(fields))
     order = np.argsort((src * span + dsts[read]) * len(kinds) + place[kind], kind="stable")
-    read = read[order]
-    ends = (src[order].astype(np.int32), dsts[read].astype(np.int32))  # a message is half as long
-    kind = place[kind[order]].astype(np.int16)
-    return Moves(samples[read], *ends, kind, tuple(fields[number] for number in by_fields))
+    moved, kind = read[order], place[kind[order]]
+    return Moves(samples[moved], src[order], dsts[moved], kind, tuple(fields[n] for n in by_fields))
