@@ -72,8 +72,9 @@ class PeerFigures:
     Without values, the planner is as it ships.
     """
 
-    host: HostTimes | None = None
-    """The host of engines in trainers of 2025: vLLM before it scheduled ahead, and processes around it."""
+    step_us: float | None = None
+    """Microseconds that the host takes for a decode step of engines in trainers of 2025: vLLM before it scheduled
+    ahead, and processes around it. It is not that of vLLM alone, which hflow ships."""
     attention: Mapping[str, float] = field(default_factory=dict)
     """Device -> fraction of the data sheet that LLM Foundry's own attention kernels reach."""
     learning: Mapping[tuple[str, str], float] = field(default_factory=dict)
@@ -99,15 +100,7 @@ class PeerFigures:
 
 AS_SHIPPED = PeerFigures()
 OF_PEERS = PeerFigures(
-    host=HostTimes(
-        layer_us=605,  # as transformers' layers: without CUDA graphs
-        gap_us=27,
-        step_us=2500,
-        sequence_us=20,
-        expert_us=12,
-        expert_launch_us=12,
-        passes=0.75,
-    ),
+    step_us=2500,
     attention={"h100": 0.158, "a100-40g": 0.283, "a100-80g": 0.283},
     learning={
         ("h100", "dense"): 1.43,
@@ -250,6 +243,13 @@ def costs(
         attention_kernel=attention,
         trainer=hardware.calibration.trainer if is_trainer else TrainerTimes(),
     )
+
+
+def engine_host(device: str, figures: PeerFigures, logprobs_us: float = 0.0) -> HostTimes:
+    """Return the host of a trainer's engine, which takes more for each sequence if it returns log-probs."""
+    host = hardware(device).calibration.host["vllm"]
+    step_us = host.step_us if figures.step_us is None else figures.step_us
+    return replace(host, step_us=step_us, sequence_us=host.sequence_us + logprobs_us)
 
 
 def spread(num: int, stride: int, per_machine: int = 8) -> RankPlacement:

@@ -12,6 +12,7 @@ from benchmarks.planner.cost_model.comparison import (
     Row,
     compare,
     costs,
+    engine_host,
     hardware,
     rows,
     seconds,
@@ -78,7 +79,8 @@ def generate_experience(row: Row, figures: PeerFigures) -> float:
     `RemoteExperienceMaker` and `LLMRayActor` (openrlhf/trainer).
     """
     actor, vllm, t, num = (int(row[key]) for key in ("actor", "vllm", "engine_gpus", "micro_rollout"))
-    engine = costs(row["model"], hardware("a100-80g"), Layout(1, t), "vllm", host=figures.host)
+    host = engine_host("a100-80g", figures)
+    engine = costs(row["model"], hardware("a100-80g"), Layout(1, t), "vllm", host=host)
     spent = seconds(prefill(engine, whole_sequences(LLAMA_LENGTH, num)))
     spent += (LLAMA_LENGTH - 1) * decode_seconds(engine, num, 1.5 * LLAMA_LENGTH)
     spent *= math.ceil(actor / (vllm // t))
