@@ -296,6 +296,7 @@ def _with_experts(found: HostTimes, shipped: HostTimes) -> HostTimes:
     return replace(
         found,
         expert_us=shipped.expert_us,
+        exchange_us=shipped.exchange_us,
         expert_launch_us=shipped.expert_launch_us,
         expert_loop_us=shipped.expert_loop_us,
     )

@@ -20,7 +20,7 @@ from benchmarks.planner.cost_model.comparison import (
     rows,
     seconds,
 )
-from benchmarks.planner.cost_model.weights import Update, exported_tensors, unpinned
+from benchmarks.planner.cost_model.weights import Update, exported_tensors, from_pageable, to_pageable
 from hflow.config.schema import GenConfig, OptimConfig
 from hflow.planner.forecast.cost.collectives import send
 from hflow.planner.forecast.cost.flops import kv_entries, work_of
@@ -47,9 +47,9 @@ STATE_BYTES = 12
 """Master weight and two moments of AdamW."""
 LOGPROBS_US = 20.0
 """Microseconds by which log-probs lengthen a decode step for each sequence, where vLLM's API returns them: 64
-sequences of a model of 0.5B have 18,645 tokens a second without and 13,583 with them (`gen` and `logprobs0` of
-`native` in github.com/vllm-project/vllm/pull/57442). NeMo RL and verl ask for them (`logprobs=0`). hflow reads those
-of a step at once, before they are made objects of Python."""
+sequences of a model of 0.5B have 18,645 tokens a second without and 13,583 with them (`gen` and `logprobs0`
+of `native` in github.com/vllm-project/vllm/pull/57442). NeMo RL and verl ask for them (`logprobs=0`). hflow
+reads those of a step at once, before they are made objects of Python."""
 
 
 def nemo_rl(figures: PeerFigures) -> Iterator[Comparison]:
@@ -90,8 +90,8 @@ def step_seconds(phases: Mapping[str, float], *, ahead: bool) -> float:
 def grpo_phases(row: Row, figures: PeerFigures) -> dict[str, float]:
     """Return the seconds of the phases of a step.
 
-    In turns, a `refit` begins with the trainer's state on its way to the host, and the state is `loaded` before
-    training.
+    In turns, a `refit` begins with the trainer's state on its way to the host, and the state is `loaded`
+    before training.
     """
     device, ahead = hardware(row["device"]), int(row["ahead"])
     training, groups, size = (int(row[key]) for key in ("train_gpus", "prompts", "answers"))
@@ -107,32 +107,30 @@ def grpo_phases(row: Row, figures: PeerFigures) -> dict[str, float]:
     batches = max(1, ahead)
     rollout = RolloutRequest(groups, size, groups * size * batches, batches - 1, 0)
     t, c, e, p = (int(row[f"train_{axis}"]) for axis in ("tensor", "context", "expert", "pipe"))
-    kind = "dense" if engine.shape.experts is None else "experts"
     trainer = costs(
         row["model"],
         device,
         Layout(training // (t * c * p), t, p, c, min(e, training // (t * p))),
         row["backend"] or "megatron",
         is_overlapping=True,
-        is_trainer=(is_trainer := (row["device"], kind) not in figures.learning),
-        # Its recipes set no other `moe_token_dispatcher_type` than `alltoall`, which is Megatron-Bridge's in v0.4
-        # and v0.5, and that of examples/configs/grpo_math_1B.yaml later.
+        is_trainer=True,
+        # Where recipes set no `moe_token_dispatcher_type`, it is `alltoall`: Megatron-Bridge's in v0.4 and
+        # v0.5, and that of examples/configs/grpo_math_1B.yaml later.
         has_exchange_kernels=bool(row["exchange"]),
         tokens_per_microbatch=longest,
         activation_checkpointing=row["recompute"] == "true",
     )
-    trainer = replace(trainer, is_uneven=is_trainer)
     num, forwards = int(row["minibatches"]), int(row["forwards"] or 2)
     work = work_of([int(row["length"])] * groups * size, PROMPT, size).share(1 / trainer.layout.num_copies)
-    scorer = replace(trainer, config=replace(trainer.config, tokens_per_microbatch=longest * int(row["logprob_batch"])))
-    factor = figures.learning.get((row["device"], kind), 1.0)
-    moving = 0.0 if ahead else switch_seconds(trainer, engine, figures) / 2
+    scored = longest * int(row["logprob_batch"])
+    scorer = replace(trainer, config=replace(trainer.config, tokens_per_microbatch=scored))
+    leaving, loaded = (0.0, 0.0) if ahead else switch_seconds(trainer, engine)
     return {
         "generation": seconds(generate(engine, workload, rollout)),
-        "logprobs": factor * forwards * seconds(forward(scorer, work)),
-        "training": factor * seconds(train(trainer, work.share(1 / num), num)),
-        "refit": refit_seconds(row, training, generating) + moving,
-        "loaded": moving,
+        "logprobs": forwards * seconds(forward(scorer, work)),
+        "training": seconds(train(trainer, work.share(1 / num), num)),
+        "refit": leaving + refit_seconds(row, training, generating),
+        "loaded": loaded,
     }
 
 
@@ -161,15 +159,16 @@ def limit_running(engine: ReplicaCosts, length: int, utilization: float) -> Repl
     return replace(engine, config=replace(engine.config, gen=replace(engine.config.gen, max_running=running)))
 
 
-def switch_seconds(trainer: ReplicaCosts, engine: ReplicaCosts, figures: PeerFigures) -> float:
-    """Return the seconds of moving state to the host and back: weights are pinned, the optimizer's are not.
+def switch_seconds(trainer: ReplicaCosts, engine: ReplicaCosts) -> tuple[float, float]:
+    """Return the seconds of moving state to the host, and back: weights are pinned, the optimizer's are not.
 
     Sources: `offload_after_refit` and `move_optimizer` in NeMo RL's Megatron worker, `offload_to_cpu` in
     Megatron's `param_and_grad_buffer.py`, and vLLM's sleep of level 1.
     """
     held = trainer.stage_weights * trainer.itemsize + engine.stage_weights * engine.weight_bytes
-    pinned = send(2 * held, trainer.hardware.host, trainer.hardware).seconds
-    return pinned + unpinned(2 * local_weights(trainer) * STATE_BYTES, trainer.hardware, figures)
+    pinned = send(held, trainer.hardware.host, trainer.hardware).seconds
+    states = local_weights(trainer) * STATE_BYTES
+    return pinned + to_pageable(states), pinned + from_pageable(states)
 
 
 @cache
@@ -252,7 +251,7 @@ class Step:
 
 
 def verl_async(figures: PeerFigures) -> Iterator[Comparison]:
-    """Yield phases in turns, and what generating ahead gains, at lengths that explain the seconds of training.
+    """Yield phases in turns, and what generating ahead gains, at lengths that explain training's seconds.
 
     In turns, parameters go to the host and back three times, for generation, log-probs, and training, and
     optimizer states once, with training (verl/workers/fsdp_workers.py and megatron_workers.py). What goes
@@ -261,21 +260,22 @@ def verl_async(figures: PeerFigures) -> Iterator[Comparison]:
     for row in rows("verl_async"):
         in_turns, ahead = _verl_step(row, "t_answers", figures), _verl_step(row, "answers", figures)
         shape = model(in_turns.model)
-        params, states = (num_parameters(shape) * float(row[f"{key}_bytes"]) for key in ("parameter", "state"))
-        device, gpus, training = hardware(in_turns.device), int(row["gpus"]), int(row["train_gpus"])
-        updating = float(row["t_update"]) - unpinned(2 * (params + states), device, figures)
+        num = num_parameters(shape)
+        params, states = num * float(row["parameter_bytes"]), num * float(row["state_bytes"])
+        gpus, training = int(row["gpus"]), int(row["train_gpus"])
+        updating = float(row["t_update"]) - to_pageable(params + states) - from_pageable(params + states)
         mean = bisect(lambda x, s=in_turns, n=gpus: s.learning(n, x)[1], updating, in_turns.max_response)
-        generation, moving = in_turns.generation(gpus, mean), unpinned(4 * params, device, figures)
-        logprobs = int(row["t_forwards"]) * in_turns.learning(gpus, mean)[0]
-        together = generation + logprobs + moving + float(row["t_update"])
+        moving = to_pageable(params) + from_pageable(params)
+        generation = moving + in_turns.generation(gpus, mean)
+        logprobs = moving + int(row["t_forwards"]) * in_turns.learning(gpus, mean)[0]
+        together = generation + logprobs + float(row["t_update"])
         updating = float(row["update"])
         mean = bisect(lambda x, s=ahead, n=training: s.learning(n, x)[1], updating, ahead.max_response)
         learning = int(row["forwards"]) * ahead.learning(training, mean)[0] + updating
         apart = max(ahead.generation(gpus - training, mean, float(row["in_flight"])), learning)
         mark = "" if shape.experts is None else "MoE "
         name = f"{row['model']} {gpus}xh20 {row['engine']}"
-        # An engine's weights come from the host before it generates, and a model's before its log-probs.
-        for phase, predicted in (("generation", generation + moving / 2), ("logprobs", logprobs + moving / 2)):
+        for phase, predicted in (("generation", generation), ("logprobs", logprobs)):
             spent = float(row[phase]), predicted
             yield compare("verl", f"{mark}phase", f"{name} in turns: {phase}", "h20", *spent, row)
         gains = float(row["t_step"]) / float(row["step"]), together / apart
@@ -318,7 +318,7 @@ def verl_deepseek(figures: PeerFigures) -> Iterator[Comparison]:
         mean, num_bytes = float(row["mean"]), 2 * num_parameters(model(step.model)) / gpus
         generation, (forward_pass, updates) = step.generation(gpus, mean), step.learning(gpus, mean)
         # The policy goes to the host and back for generation, log-probs and training, the reference once.
-        switching = unpinned(2 * 4 * num_bytes, hardware("h20"), figures)
+        switching = to_pageable(4 * num_bytes) + from_pageable(4 * num_bytes)
         whole = generation + 2 * forward_pass + updates + switching
         for name, measured, predicted in (
             ("generation", row["generation"], generation),

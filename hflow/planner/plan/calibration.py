@@ -117,6 +117,9 @@ class HostTimes:
     expert_us: NonNegative = 0.0
     """Per layer with experts in one pass or decode step, added, where tokens are sent to the ranks of their
     experts: the device waits while the host reads how many there are for each, and launches what follows."""
+    exchange_us: NonNegative = 0.0
+    """Per layer with experts in one pass, added to `expert_us` where NCCL sends the tokens
+    (`BackendTraits.has_exchange_kernels`): the host sorts them, and waits for what other ranks will send."""
     expert_launch_us: NonNegative = 0.0
     """The same where the host reads nothing: all experts are on the rank, or a CUDA graph has the layer."""
     expert_loop_us: NonNegative = 0.0
