@@ -285,13 +285,16 @@ def verl_async(figures: PeerFigures) -> Iterator[Comparison]:
 
 def _verl_step(row: Row, answers: str, figures: PeerFigures) -> Step:
     """Return the step of a row. verl's engines of July 2025 launch kernels one by one (`enforce_eager`)."""
-    backend = {"fsdp": "torch", "megatron": "megatron"}[row["engine"]]
-    layout = (int(row[axis]) for axis in ("tensor", "pipe", "context", "expert"))
+    keys = "max_response", "minibatches", "engine_tensor", "tensor", "pipe", "context", "expert", "microbatch"
     return Step(
-        *(row["model"], "h20", 512, int(row[answers]), int(row["max_response"]), int(row["minibatches"])),
-        *(int(row["engine_tensor"]), backend, *layout, int(row["microbatch"])),
+        model=row["model"],
+        device="h20",
+        groups=512,
+        group_size=int(row[answers]),
+        backend={"fsdp": "torch", "megatron": "megatron"}[row["engine"]],
         is_eager=row["is_eager"] == "true",
         host=engine_host("h20", figures, LOGPROBS_US),
+        **{key: int(row[key]) for key in keys},
     )
 
 
