@@ -140,7 +140,7 @@ ROUNDED = ("adamw_8bit",)
 """Optimizers that round otherwise in each layout, in which other weights share a block."""
 OF_OPTIMIZERS: dict[str, Exchange] = {
     name: (
-        sides("sft" if name in ROUNDED else "ppo", optim=optim),  # PPO's clipping is not continuous
+        sides("ppo", optim=optim),
         [
             ("torch d1", "torch d2"),
             ("torch d2", "megatron d2t2"),
@@ -164,6 +164,11 @@ OF_OPTIMIZERS["muon with adapters of experts"] = (
 def written(side: Side) -> str:
     """Return the directory of a side's checkpoint."""
     return f"shards of {side.name}"
+
+
+def division(side: Side) -> str:
+    """Return the name of the files that say which boxes the ranks of a side update."""
+    return f"division of {side.name}"
 
 
 def read(writer: Side, reader: Side) -> str:
