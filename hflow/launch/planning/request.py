@@ -462,11 +462,16 @@ def _system_warnings(graph: Graph) -> Iterator[str]:
 
 
 def _staleness_warnings(config: RunConfig, graph: Graph) -> Iterator[str]:
-    """Yield a warning for each train node whose clipping measures from older weights than the step's."""
-    if not config.schedule.max_staleness:
-        return
+    """Yield a warning for each train node whose `prox` does not fit the lags of its tokens."""
     for node in graph.nodes:
-        if node.spec.verb == "train" and node.spec.option("prox") == "none":
+        prox = node.spec.option("prox") if node.spec.verb == "train" else None
+        is_generated = graph.node(graph.stream(node.stream).source).spec.verb == "generate"
+        if prox == "loglinear" and is_generated and not config.schedule.certified_lag:
+            yield (
+                f"nodes.{node.name}.prox=loglinear does what prox=none does, as with schedule.max_staleness=0 "
+                "no sample is older than its step's weights. Set schedule.max_staleness, or prox=none."
+            )
+        if prox == "none" and config.schedule.max_staleness:
             yield (
                 f"schedule.max_staleness={config.schedule.max_staleness} trains samples of older weights, "
                 f"but with nodes.{node.name}.prox=none the loss clips what changed since they were drawn, "
