@@ -123,6 +123,10 @@ NODES: dict[str, tuple[NodeCall, dict[str, Any]]] = {
         kit.call(sft, "token", [], reduce="token-mean"),
         {"lora": LoraConfig(r=4, alpha=8, save_merged=True)},
     ),
+    "magnitudes of glm4": (
+        kit.call(sft, "token", [], reduce="token-mean"),
+        {"lora": LoraConfig(r=4, alpha=8, dora=True)},
+    ),
     "magnitudes of deepseek_v2": (
         kit.call(sft, "token", [], reduce="token-mean"),
         {
@@ -352,8 +356,6 @@ ADAPTER_ROUNDS: list[dict[tuple[int, ...], Twin]] = [
 
 def _family_rounds(node: str, expert: int) -> list[dict[tuple[int, ...], Twin]]:
     """Return the layouts in which a family trains. Experts are divided over `expert` ranks."""
-    if node == "glm4":  # tensor ranks would not divide its gates and ups in one place
-        return [{FIRST: Twin(node, context=2), SECOND: Twin(node, pipe=2, settings=RECOMPUTED)}]
     return [
         {FIRST: Twin(node, tensor=2, settings=SP), SECOND: Twin(node, pipe=2, settings=RECOMPUTED)},
         {FIRST: Twin(node, context=2)},
@@ -372,6 +374,7 @@ FAMILY_ROUNDS = [
     *(row for family, num in _RANKS_OF_EXPERTS.items() for row in _family_rounds(family, num)),
     {FIRST: Twin("magnitudes of deepseek_v2", tensor=2), SECOND: Twin("adapters of deepseek_v3", pipe=2)},
     {ALL: Twin("adapters of deepseek_v3", data=2, tensor=2, expert=2, settings=RECOMPUTED)},
+    {FIRST: Twin("magnitudes of glm4", tensor=2, settings=SP)},
 ]
 """Other layouts of families."""
 OFTEN_TWINS = {twin.name: twin for turn in OFTEN_ROUNDS for twin in turn.values()}

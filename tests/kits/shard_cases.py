@@ -115,6 +115,7 @@ EXCHANGES: list[Exchange] = [
     (EXPERTS, EXPERT_PAIRS),
     (expert_sides("deepseek_v2"), EXPERT_PAIRS[2:]),
     (expert_sides("deepseek_v3"), [("torch d2", "megatron t2"), ("megatron t2", "torch d2")]),
+    (sides("glm4"), [("torch d2", "megatron t2"), ("megatron t2", "torch d1")]),
     (ADAPTERS, ADAPTER_PAIRS),
     (sides("outer adapters"), OUTER_PAIRS),
     (expert_sides("adapters of experts"), EXPERT_PAIRS),

@@ -468,8 +468,8 @@ def _staleness_warnings(config: RunConfig, graph: Graph) -> Iterator[str]:
         is_generated = graph.node(graph.stream(node.stream).source).spec.verb == "generate"
         if prox == "loglinear" and is_generated and not config.schedule.certified_lag:
             yield (
-                f"nodes.{node.name}.prox=loglinear does what prox=none does, as with schedule.max_staleness=0 "
-                "no sample is older than its step's weights. Set schedule.max_staleness, or prox=none."
+                f"nodes.{node.name}.prox=loglinear does what prox=none does, as no sample is older than its "
+                "step's weights with schedule.max_staleness=0. Set schedule.max_staleness, or prox=none."
             )
         if prox == "none" and config.schedule.max_staleness:
             yield (

@@ -100,10 +100,10 @@ class LinearAdapters(nn.Module):
         self.sequence_parallel = config.sequence_parallel
         self._disable_adapters = False  # as peft's modules have it
         for row in of.parameters:
-            name, (part,) = row.name.rpartition(".")[2], row.parts  # such as q_proj_A
+            name = row.name.rpartition(".")[2]  # such as q_proj_A
             weight: Any = nn.Parameter(torch.empty(row.shape, dtype=config.params_dtype))
             if self.is_divided and name.endswith("_A") == of.divides_inputs:  # tensor ranks divide it
-                set_tensor_model_parallel_attributes(weight, True, part.axis, 1)
+                set_tensor_model_parallel_attributes(weight, True, row.parts[0].axis, 1)
                 weight.shared = row.is_copy  # excludes it from gradient norms
             else:
                 weight.sequence_parallel = config.sequence_parallel

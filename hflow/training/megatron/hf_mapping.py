@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 from hflow.shapes.layout import stage_layers
@@ -219,9 +219,9 @@ def _adapted_linear(name: str, rows: list[MappedParameter], adapter: AdapterShap
         axis, (num_outputs, num_inputs), (end_a, end_b) = blocks[0].axis, blocks[0].shape, (A, B)
         if module == EMBEDDING:
             axis, num_outputs, num_inputs, end_a, end_b = 1, num_inputs, num_outputs, EMBEDDING_A, EMBEDDING_B
-        span = (blocks[0].span[0], blocks[-1].span[1])  # the blocks of a rank are neighbours
-        padding = rows[0].shape[0] - blocks[0].length if rows[0].has_padding else 0
-        outputs.append((module, span[1] - span[0] if axis == 0 else num_outputs))
+        num_held = sum(block.length for block in blocks)
+        padding = rows[0].shape[0] - num_held if rows[0].has_padding else 0
+        outputs.append((module, num_held if axis == 0 else num_outputs))
         if module not in adapter.targets:
             continue
         kinds: list[tuple[str, str, int, tuple[int, ...]]] = [
@@ -235,9 +235,11 @@ def _adapted_linear(name: str, rows: list[MappedParameter], adapter: AdapterShap
             if axis != split_axis:
                 parameters.append(_whole(ours, theirs, whole))
                 continue
-            part = TensorPart(theirs, whole, axis, span, 0)
-            shape = _with(whole, axis, part.length + padding)
-            parameters.append(MappedParameter(ours, shape, (part,), tensor in copied))
+            ends = accumulate((block.length for block in blocks), initial=0)
+            of_blocks = zip(blocks, ends, strict=False)
+            held = tuple(TensorPart(theirs, whole, axis, block.span, start) for block, start in of_blocks)
+            shape = _with(whole, axis, num_held + padding)
+            parameters.append(MappedParameter(ours, shape, held, tensor in copied))
     return AdaptedLinear(name, tuple(outputs), axis == 1, len(blocks), tuple(parameters))
 
 

@@ -13,7 +13,7 @@ from hflow.planner.plan.optimizers import CHUNK, CPU_CHUNK, is_layer_matrix, opt
 from hflow.planner.plan.request import trained_shape
 from hflow.planner.plan.rows import Replica
 from hflow.planner.plan.traits import BackendTraits, traits
-from hflow.planner.weights.sharding import is_on_stage, rank_box
+from hflow.planner.weights.sharding import is_on_stage, rank_boxes
 from hflow.shapes.layout import Layout, stage_layers
 from hflow.shapes.model_shape import (
     DTYPE_BYTES,
@@ -417,5 +417,4 @@ def _tower_blocks(shape: ModelShape, stage: int) -> list[list[TensorSpec]]:
 
 
 def _num_elements(specs: Iterable[TensorSpec], traits: BackendTraits, layout: Layout) -> int:
-    boxes = (rank_box(spec, traits, layout, (0, 0, 0, 0)) for spec in specs)
-    return sum(numel(box) for box in boxes if box is not None)
+    return sum(numel(box) for spec in specs for box in rank_boxes(spec, traits, layout, (0, 0, 0, 0)))
