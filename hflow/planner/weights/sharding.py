@@ -83,7 +83,7 @@ def tensor_shards(spec: TensorSpec, traits: BackendTraits, layout: Layout) -> tu
 
 
 def rank_boxes(spec: TensorSpec, traits: BackendTraits, layout: Layout, coords: Coords) -> tuple[Box, ...]:
-    """Return what a rank of its stage holds of a tensor, as boxes in their order that are not empty.
+    """Return the boxes of a tensor that a rank of its stage holds, in their order, without empty ones.
 
     Raises:
         PlanError: if the tensor axis does not divide the tensor.
