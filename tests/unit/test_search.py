@@ -367,8 +367,18 @@ def test_a_search_is_not_repeated_for_settings_that_it_does_not_read() -> None:
     assert searches.search(*other_batch).seconds != found.seconds
 
 
-def test_a_replica_that_fits_on_no_number_of_devices_is_found_without_trying_divisions() -> None:
-    graph, request = problem("ppo", "h100-1x2", "llama-3.1-70b", tunes=False)
+@pytest.mark.parametrize(
+    ("model", "keys"),
+    [
+        ("llama-3.1-70b", ()),
+        ("qwen2.5-7b", ("nodes.actor_gen.max_tokens=16384", "models.actor.gen.max_model_len=16896")),
+    ],
+)
+def test_a_replica_that_fits_on_no_number_of_devices_is_found_without_trying_divisions(
+    model: str, keys: tuple[str, ...]
+) -> None:
+    """Its weights and optimizer are too large, or fit without the activations of one sequence."""
+    graph, request = problem("ppo", "h100-1x2", model, *keys, tunes=False)
     found = explore(Evaluator(SearchProblem(graph, request)))
     assert (found.best, found.num_tried) == ({}, 0)
 
