@@ -330,10 +330,10 @@ def _anywhere_attempts(graph: Graph, request: PlanRequest) -> Iterator[Attempt]:
 
 
 def _search(graph: Graph, request: PlanRequest) -> Found | None:
-    """Return the best plan of a request, or None if none fits."""
+    """Return a plan of a request that fits: the first candidate, or the best of some; None if none fits."""
     try:
         evaluator = Evaluator(SearchProblem(graph, request))
-        ranked = explore(evaluator, REMEDY_BUDGET).ranked()
+        ranked = explore(evaluator, 1).ranked() or explore(evaluator, REMEDY_BUDGET).ranked()
     except PlanError:
         return None
     return (evaluator, ranked[0]) if ranked else None
