@@ -170,7 +170,7 @@ class Evaluator:
     def fits_alone(self, name: str, devices: Devices) -> bool:
         """Return whether a replica has an option that fits on some devices without the bytes of others.
 
-        It is alone, or beside all others, as engines may receive weights in another way from devices of their own.
+        It is alone, or beside all others, as engines on other devices receive weights in another way.
         """
         everyone = tuple(replica.name for replica in self.problem.base.replicas)
         return any(

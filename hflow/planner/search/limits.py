@@ -97,7 +97,7 @@ class Basis:
         return {key: getattr(next(configs), name)}, seconds
 
     def elsewhere(self, longest: float) -> Tried | None:
-        """Return the best placement with the same settings; None if no step of less than `longest` is found."""
+        """Return the best placement with the same settings; None if no step takes less than `longest`."""
         free = replace(without_places(self.request), placement=None, free=frozenset({PLACEMENT}))
         found = self._fastest(free, longest=longest)
         return None if found is None else ({PLACEMENT: placement_of(found[0])}, found[1])
