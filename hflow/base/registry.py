@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Iterator, Mapping
-from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from hflow.base.errors import PlanError, nearest
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoints
 
 Kind = TypeVar("Kind")
 
@@ -97,11 +101,9 @@ class Registry:
         Raises:
             PlanError: when two packages add one name, or a package adds a name of hflow's.
         """
-        from importlib.metadata import entry_points  # takes longer to import than most commands run
-
         packages = dict.fromkeys(self.own, "hflow-rl")
         added: dict[str, _Entry] = {}
-        for point in entry_points(group=self._group):
+        for point in _entry_points(tuple(sys.path)).select(group=self._group):
             package = point.dist.name if point.dist is not None else "?"
             if packages.setdefault(point.name, package) != package:
                 raise PlanError(
@@ -110,6 +112,14 @@ class Registry:
                 )
             added[point.name] = _Entry(point.value, package)
         return added
+
+
+@lru_cache(maxsize=1)
+def _entry_points(path: tuple[str, ...]) -> EntryPoints:
+    """Return the entry points of all packages on `sys.path`, read once for all registries: each is a file."""
+    from importlib import metadata  # takes longer to import than most commands run
+
+    return metadata.entry_points()
 
 
 def _resolve(target: str) -> Any:

@@ -8,17 +8,18 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
-
-import numpy as np
-import numpy.typing as npt
 
 from hflow.base.errors import DataError
 from hflow.base.files import read_json_object
 from hflow.data.images.files import read_image
 from hflow.types.image import Colours, Image, PlacedImage, ProcessedImage
 from hflow.vision.interface import Config, VisionFamily
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 RECENT_BYTES = 1 << 28
 """Colours of images that are kept for the next samples that have them."""
@@ -163,6 +164,8 @@ def image_rows(
     ids: npt.NDArray[np.int64], images: Sequence[PlacedImage], token: int
 ) -> npt.NDArray[np.int64]:
     """Return the positions `[M]` of the tokens of images in a sequence, image by image."""
+    import numpy as np
+
     parts = []
     for start, image in images:
         if (ids[start : start + image.num_tokens] == token).all():

@@ -182,14 +182,14 @@ def _check_backends(config: RunConfig) -> None:
     """
     for name, model in config.models.items():
         settings = (
-            ("backend", model.backend, BACKENDS),
-            ("gen.engine", model.gen.engine, ENGINES),
-            ("optim.name", model.optim.name, OPTIMIZERS),
-            ("gen.transport", model.gen.transport, ("auto", *transports())),
+            ("backend", model.backend, BACKENDS.__iter__),
+            ("gen.engine", model.gen.engine, ENGINES.__iter__),
+            ("optim.name", model.optim.name, OPTIMIZERS.__iter__),
+            ("gen.transport", model.gen.transport, transports),
         )
-        for key, value, names in settings:
-            if value is not None and value not in names:
-                known = [*map(str, names)]
+        for key, value, names in settings:  # which are found one by one, hflow's own first
+            if value is not None and value not in names():
+                known = list(names())
                 choices = " or ".join(filter(None, (", ".join(map(repr, known[:-1])), repr(known[-1]))))
                 raise ConfigError(
                     f"models.{name}.{key} is {value!r}; it must be {choices}{nearest(value, known)}"

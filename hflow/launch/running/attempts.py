@@ -26,7 +26,7 @@ from hflow.runtime.saving.run_directory import RunDirectory
 from hflow.runtime.saving.saved_run import ResumePoint
 from hflow.services.server import LimitServer
 from hflow.workers.interface import Span, Workers, WorkerSetup
-from hflow.workers.process_setup import freeze_gc
+from hflow.base.garbage import freeze_gc
 
 if TYPE_CHECKING:
     from hflow.launch.running.run_observer import RunObserver

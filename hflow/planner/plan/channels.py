@@ -131,6 +131,7 @@ def channel_traits(name: str) -> ChannelTraits:
 
 def transports() -> Iterator[str]:
     """Yield the transports that a configuration can name."""
+    yield "auto"
     yield from (name for name in CHANNELS if channel_traits(name).buckets != "process")
     yield GATHER
 

@@ -17,7 +17,7 @@ from hflow.processes.guard import die_with_parent
 from hflow.workers.hangs.stack_probe import StackProbe, StackSnapshot
 from hflow.workers.interface import GroupTask, NodeResult, NodeTask, WorkerSetup
 from hflow.workers.messages import LANES, MESSAGES, Message, activity_of
-from hflow.workers.process_setup import freeze_gc
+from hflow.base.garbage import freeze_gc
 
 if TYPE_CHECKING:
     from hflow.workers.process_groups import ProcessRank
