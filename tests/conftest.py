@@ -262,12 +262,11 @@ def _without_installed_engines() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _with_frozen_imports() -> Iterator[None]:
-    """Commands in this process leave frozen what is imported, where each would look at it when it starts."""
+    """Runs in this process leave frozen what is imported, where each would look at it when it starts."""
     from hflow.base.garbage import GC_THRESHOLDS
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("hflow.cli.commands", "hflow.launch.running.attempts"):
-            patch.setattr(f"{module}.freeze_gc", lambda: gc.set_threshold(*GC_THRESHOLDS))
+        patch.setattr("hflow.launch.running.attempts.freeze_gc", lambda: gc.set_threshold(*GC_THRESHOLDS))
         yield
 
 

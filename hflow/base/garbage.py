@@ -10,14 +10,28 @@ freed without the collector's help. At Python's own thresholds the collector vis
 a step, for 0.1 s each time."""
 
 
-def freeze_gc() -> None:
-    """Exclude all existing objects from garbage collection, and let it run less often.
+_has_run = False
+"""Whether a run has begun in this process."""
 
-    Modules are never garbage, and commands import and plan in a tenth less time if they are not visited.
-    Episodes allocate enough for several full collections a step. Each would visit the half a million objects
-    of torch and transformers, which takes more time than the episodes themselves.
+
+def freeze_imports() -> None:
+    """Exclude what is imported, which is never garbage, from garbage collection, and let it run less often.
+
+    Torch and transformers are a million objects: to visit them once takes half a second.
     """
-    gc.unfreeze()  # objects that an earlier run in this process froze
-    gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
+
+
+def freeze_gc() -> None:
+    """Exclude all existing objects but garbage from garbage collection, and let it run less often.
+
+    Episodes allocate enough for several full collections a step. Each would visit all that is imported, which
+    takes more time than the episodes themselves.
+    """
+    global _has_run
+    if _has_run:
+        gc.unfreeze()  # objects of an earlier run
+    _has_run = True
+    gc.collect()
+    freeze_imports()

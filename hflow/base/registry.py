@@ -6,12 +6,9 @@ import importlib
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from hflow.base.errors import PlanError, nearest
-
-if TYPE_CHECKING:
-    from importlib.metadata import EntryPoints
 
 Kind = TypeVar("Kind")
 
@@ -115,7 +112,7 @@ class Registry:
 
 
 @lru_cache(maxsize=1)
-def _entry_points(path: tuple[str, ...]) -> EntryPoints:
+def _entry_points(path: tuple[str, ...]) -> Any:
     """Return the entry points of all packages on `sys.path`, read once for all registries: each is a file."""
     from importlib import metadata  # takes longer to import than most commands run
 

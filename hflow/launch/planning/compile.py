@@ -406,7 +406,7 @@ def learn_from_run(run: str, device: str) -> LearnedFromRun:
 
 
 def simulated_period(*arguments: Any) -> SimulatedStep:
-    """Simulate a step, as `simulation.simulate_plan.simulated_period`, which is imported by the first call."""
+    """Simulate a step, as `simulate_plan.simulated_period`, which is imported by the first call."""
     from hflow.runtime.simulation import simulate_plan
 
     return simulate_plan.simulated_period(*arguments)

@@ -12,12 +12,12 @@ import ray
 from ray.exceptions import RayActorError
 
 from hflow.base.errors import WorkerFailureError
+from hflow.base.garbage import freeze_gc, freeze_imports
 from hflow.base.recipe_files import unpack, use_directory
 from hflow.processes.guard import die_with_parent
 from hflow.workers.hangs.stack_probe import StackProbe, StackSnapshot
 from hflow.workers.interface import GroupTask, NodeResult, NodeTask, WorkerSetup
 from hflow.workers.messages import LANES, MESSAGES, Message, activity_of
-from hflow.base.garbage import freeze_gc
 
 if TYPE_CHECKING:
     from hflow.workers.process_groups import ProcessRank
@@ -42,6 +42,7 @@ class WorkerProcess:
         )
         from hflow.workers.real_devices import find_devices
 
+        freeze_imports()
         self._module = hflow.workers.worker
         self._open_rendezvous = open_rendezvous
         self._leave_process_groups = leave_process_groups
