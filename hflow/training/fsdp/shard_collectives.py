@@ -58,19 +58,20 @@ def sum_parts(part: Tensor, whole: Tensor, group: ProcessGroup | None = None) ->
     Args:
         part: `[n]`, for the sum.
         whole: `[ranks * n]`, what this rank adds to each part.
-        group: the ranks; None: all.
+        group: the ranks, of which there are several; None: all.
     """
     if not _sends_messages(group):
         dist.reduce_scatter_tensor(part, whole, group=group)
         return
     num, rank = dist.get_world_size(group), dist.get_rank(group)
-    parts, received = whole.chunk(num), torch.empty_like(part)
-    part.copy_(parts[rank])
+    parts, other = whole.chunk(num), torch.empty_like(part if num > 2 else part[:0])
+    total = parts[rank]
     for step in range(1, num):
         to, source = (rank + step) % num, (rank - step) % num
+        received = part if step == 1 else other
         work = dist.isend(parts[to], group=group, group_dst=to)
         _wait([work, dist.irecv(received, group=group, group_src=source)])
-        part += received
+        total = torch.add(total, received, out=part)
 
 
 def use_messages(unit: FSDPModule, group: ProcessGroup) -> None:

@@ -195,7 +195,8 @@ class _Logprobs(torch.autograd.Function):
         rows, weight, bias, low, b, index, is_local, normaliser, mean, kept = ctx.saved_tensors
         needs_rows, needs_weight, needs_bias, needs_low, needs_b = ctx.needs_input_grad[:5]
         grad_rows = torch.empty_like(rows) if needs_rows else None
-        grad_weight = torch.zeros_like(weight) if needs_weight else None
+        new = torch.empty_like if len(rows) else torch.zeros_like
+        grad_weight = new(weight) if needs_weight else None
         grad_bias = torch.zeros_like(bias) if needs_bias else None
         grad_low = torch.empty_like(low) if needs_low else None
         grad_b = torch.zeros_like(b) if needs_b else None
@@ -217,7 +218,7 @@ class _Logprobs(torch.autograd.Function):
             if grad_rows is not None:
                 torch.mm(logits, weight, out=grad_rows[chunk])
             if grad_weight is not None:
-                grad_weight.addmm_(logits.T, rows[chunk])
+                grad_weight.addmm_(logits.T, rows[chunk], beta=int(chunk.start > 0))
             if grad_bias is not None:
                 grad_bias += logits.sum(0)
             if grad_low is not None:
