@@ -263,7 +263,7 @@ def _without_installed_engines() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _with_frozen_imports() -> Iterator[None]:
     """Runs in this process leave frozen what is imported, where each would look at it when it starts."""
-    from hflow.workers.process_setup import GC_THRESHOLDS
+    from hflow.base.garbage import GC_THRESHOLDS
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hflow.launch.running.attempts.freeze_gc", lambda: gc.set_threshold(*GC_THRESHOLDS))

@@ -40,7 +40,7 @@ UPDATES = {
     "dora, megatron": (*DORA, MEGATRON),
     "dora, micro-batches": (*DORA, "models.actor.tokens_per_microbatch=200"),
 }
-"""What is trained and how -> settings. With AdamW it is the first of the policies."""
+"""What is trained and how -> settings."""
 TASKS: dict[str, dict[str, tuple[str, ...]]] = {
     "policies": dict.fromkeys(POLICIES, ()),
     "preferences": {loss: (f"nodes.dpo.loss={loss}",) for loss in PREFERENCES},
@@ -78,6 +78,20 @@ def run(task: str, case: str, seed: int) -> list[tuple[int, float]]:
     return [(row["step"], row["eval_gen/accuracy"]) for row in rows if "eval_gen/accuracy" in row]
 
 
+def is_same_run(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether two cases run the same command: AdamW is the first of the policies."""
+    first, second = (
+        (
+            RECIPES.get(case["task"], "grpo"),
+            case["case"] if case["task"] == "policies" else POLICIES[0],
+            STEPS[case["task"]],
+            TASKS[case["task"]][case["case"]],
+        )
+        for case in (one, other)
+    )
+    return first == second
+
+
 def means(lines: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return the accuracy of each case of a task by step, as the mean over seeds, and all at the end."""
     found = {}
@@ -113,15 +127,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("runs", type=Path, help="JSONL of finished runs, which the sweep continues")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
+    parser.add_argument("--cases", nargs="+", help="only these of the tasks")
     parser.add_argument("--summarize", action="store_true", help="write the result of the finished runs only")
     args = parser.parse_args()
     lines = harness.read_lines(args.runs)
     for seed in [] if args.summarize else args.seeds:
-        for task, cases in TASKS.items():
-            for case in cases:
+        for task in args.tasks:
+            for case in args.cases or TASKS[task]:
                 key = {"task": task, "case": case, "seed": seed}
                 if not any(key.items() <= line.items() for line in lines):
-                    lines.append({**key, "accuracy": run(task, case, seed)})
+                    same = [line for line in lines if line["seed"] == seed and is_same_run(line, key)]
+                    lines.append({**key, "accuracy": same[0]["accuracy"] if same else run(task, case, seed)})
                     harness.append_line(args.runs, lines[-1])
                     print(key, lines[-1]["accuracy"], flush=True)
     of_task = {task: [line for line in lines if line["task"] == task] for task in STEPS}

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from hflow.base.durable_files import FileChecksum
-from hflow.data_plane.redistribute import Move
+from hflow.data_plane.redistribute import Moves
 from hflow.planner.plan.rows import PUBLISH_PREFIX, Plan
 from hflow.runtime.simulation.simulate import Durations, seconds_of
 from hflow.types.engine import EngineStats, EpisodeState, SleepLevel
@@ -43,7 +43,6 @@ from hflow.workers.interface import (
     WorkerSetup,
 )
 from hflow.workers.mailbox import LINGER_SECONDS, pause_seconds
-from hflow.workers.storage.sample_store import pulls_of
 
 TICK = 0.002
 """Seconds between two looks at what is due."""
@@ -252,9 +251,9 @@ class VirtualWorkers(Workers):
             box.reported_at = now
         return report
 
-    async def transfer(self, moves: Sequence[Move]) -> int:
+    async def transfer(self, moves: Moves) -> int:
         """Its seconds are part of the node's."""
-        with self._called(*pulls_of(moves).items()):
+        with self._called(*moves.by_destination().values()):
             return 0
 
     async def run(self, tasks: Mapping[int, NodeTask]) -> list[NodeResult]:

@@ -30,6 +30,7 @@ from typing import Any
 from benchmarks.lib import harness
 from benchmarks.lib.virtual_workers import ControllerTime, Traffic, VirtualWorkers
 from hflow import launch
+from hflow.base.garbage import freeze_gc
 from hflow.data.rows.row_order import RowOrder
 from hflow.planner.plan.rows import Plan
 from hflow.runtime.events import Refusal
@@ -44,7 +45,6 @@ from hflow.runtime.saving.run_directory import RunDirectory
 from hflow.runtime.simulation.simulate import DurationFunction, Durations, response_seconds, simulate_run
 from hflow.runtime.simulation.simulate_plan import Simulation, simulate_plan, trained_part
 from hflow.workers.interface import BodyRetry, Span
-from hflow.workers.process_setup import freeze_gc
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "grpo_async.py"
 SEED = 0

@@ -24,10 +24,10 @@ import ray
 
 from benchmarks.lib import harness
 from hflow.data.batches.batch import Batch, Column
+from hflow.data_plane.redistribute import Move, Moves
 from hflow.launch.planning.compile import compile_recipe
 from hflow.launch.running.worker_setup import make_processes, make_setup
 from hflow.types import Unit
-from hflow.workers.interface import Move
 from hflow.workers.ray.ray_workers import RayWorkers
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "grpo.py"
@@ -94,7 +94,7 @@ async def move(workers: CountingWorkers, ids: dict[int, tuple[int, ...]]) -> dic
         for source, samples in wanted.items()
     ]
     workers.num_bytes, start = 0, time.perf_counter()
-    num_bytes = await workers.transfer(moves)
+    num_bytes = await workers.transfer(Moves.of(moves))
     seconds = time.perf_counter() - start
     for destination, wanted in parts.items():
         moved = tuple(sample for samples in wanted.values() for sample in samples)
@@ -112,9 +112,9 @@ async def plain_move(actors: Sequence[Any]) -> dict[str, float]:
 
 async def call(workers: RayWorkers, num_workers: int) -> dict[str, float]:
     """Ask all workers to pull nothing, several times."""
-    start = time.perf_counter()
+    nothing, start = Moves.of(()), time.perf_counter()
     for _ in range(CALLS):
-        await workers._call_devices("pull", {worker: ({},) for worker in range(num_workers)})
+        await workers._call_devices("pull", dict.fromkeys(range(num_workers), (nothing,)))
     return {"seconds": (time.perf_counter() - start) / CALLS}
 
 

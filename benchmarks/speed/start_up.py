@@ -2,7 +2,7 @@
 
 A step of `recipes/grpo.py` from random weights, in one process and on Ray with two workers. Beside it, in
 turn, what no run can do without: a process that imports what a worker imports, and plain Ray with two actors
-that do so at the same time.
+that do so at the same time. None of them counts its exit, which frees what was imported for a second.
 
     python -m benchmarks.speed.start_up --rounds 5
 """
@@ -19,6 +19,8 @@ import time
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from benchmarks.lib import harness
 
@@ -38,29 +40,32 @@ ray.get([actor.load.remote() for actor in [Actor.remote(), Actor.remote()]])
 
 
 def run(workers: str) -> dict[str, Any]:
-    """Return seconds from the start of `hflow run` to each moment."""
-    seconds: dict[str, Any] = {}
+    """Return the seconds of `hflow run` to each moment."""
     with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, "-u", "-m", "hflow", "run", str(RECIPE), "models.actor.path=null"]
-        start = time.monotonic()
-        child = subprocess.Popen(
-            [*command, "steps=1", f"workers={workers}", f"out={out}"], stdout=subprocess.PIPE, text=True
-        )
-        assert child.stdout is not None
-        for line in child.stdout:
-            for moment, part in MOMENTS.items():
-                if part in line:
-                    seconds.setdefault(moment, time.monotonic() - start)
-        if child.wait() != 0:
-            raise RuntimeError(f"hflow run ended with status {child.returncode}")
-    return seconds
+        options = [str(RECIPE), "models.actor.path=null", "steps=1", f"workers={workers}", f"out={out}"]
+        return measure(["-m", "hflow", "run", *options])
 
 
 def limit(code: str) -> dict[str, Any]:
     """Return the seconds of a program."""
+    return measure(["-c", f"{code}\nprint('step 0/')"])
+
+
+def measure(arguments: list[str]) -> dict[str, Any]:
+    """Return seconds from the start of Python to each moment, and processor seconds of this process alone."""
+    seconds: dict[str, Any] = {}
     start = time.monotonic()
-    subprocess.run([sys.executable, "-c", code], check=True)
-    return {"step 0": time.monotonic() - start}
+    child = subprocess.Popen([sys.executable, "-u", *arguments], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    process = psutil.Process(child.pid)
+    for line in child.stdout:
+        for moment, part in MOMENTS.items():
+            if part in line and moment not in seconds:
+                seconds[moment] = time.monotonic() - start
+                seconds[f"{moment}, processor"] = sum(process.cpu_times()[:2])
+    if child.wait() != 0:
+        raise RuntimeError(f"{arguments} ended with status {child.returncode}")
+    return seconds
 
 
 def main() -> None:

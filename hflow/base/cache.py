@@ -26,10 +26,6 @@ def unfinished_copy(made: Path, what: str) -> Iterator[Path]:
 
     Processes of one machine that make the same directory wait for the first.
 
-    Args:
-        made: the directory.
-        what: what is made there, for messages.
-
     Raises:
         ConfigError: if the cache cannot be written.
     """

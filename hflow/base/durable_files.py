@@ -78,9 +78,7 @@ def file_checksum(path: Path) -> FileChecksum:
 def write_error(directory: Path, error: BaseException) -> WriteError | None:
     """Return the error to raise in place of an error of the system while files were written.
 
-    Args:
-        directory: the directory that was written, or a file.
-        error: raised by Python, safetensors or tokenizers. None is returned for one of another kind.
+    It was raised by Python, safetensors or tokenizers; None is returned for one of another kind.
     """
     number = error.errno if isinstance(error, OSError) else _library_errno(error)
     if number is None:

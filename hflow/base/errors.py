@@ -67,10 +67,7 @@ class NotYetError(HflowError, NotImplementedError):
 def nearest(name: str, known: Iterable[str], parent: str = "") -> str:
     """Return `"; did you mean 'x'?"` for the most similar other name, or an empty string.
 
-    Args:
-        name: the unknown name.
-        known: the names that exist.
-        parent: what is written before the names, such as `models.actor.`.
+    `parent` is written before the names, such as `models.actor.`.
     """
     others = [other for other in known if other != name]
     matches = difflib.get_close_matches(name, others, n=1, cutoff=0.5)

@@ -36,11 +36,7 @@ def resolved(path: str | Path) -> Path:
 
 
 def read_json(file: Path, what: str = "JSON file") -> Any:
-    """Return the value in a JSON file.
-
-    Args:
-        file: the file's path.
-        what: what the file should be, for messages.
+    """Return the value in a JSON file; messages call it `what`.
 
     Raises:
         ConfigError: for a file that cannot be read, is too large, or is not JSON; one line that names it.

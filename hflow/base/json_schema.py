@@ -10,9 +10,6 @@ from typing import Any
 def schema_validator(schema: Any) -> Any:
     """Return the `jsonschema` validator of a schema, of the draft that its `$schema` names.
 
-    Args:
-        schema: JSON values.
-
     Raises:
         ValueError: if it is no schema.
     """

@@ -18,11 +18,7 @@ def machine_memory() -> int:
 
 
 def cgroup_limits(root: Path) -> Iterator[int]:
-    """Yield the memory limits of this process's control groups, and of the groups around them.
-
-    Args:
-        root: directory that has `proc` and `sys`.
-    """
+    """Yield the memory limits of this process's control groups, and of those around them, in `root`."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -99,12 +99,7 @@ def copy_other_files(source: Path, directory: Path, without: Collection[str] = (
     """Copy what a checkpoint has beside weights and architecture, unchanged; return the copies.
 
     This is everything, such as sampling defaults, the tokenizer, processors, licences and code, but weights
-    in any format, `config.json`, adapters and hidden files.
-
-    Args:
-        source: directory of the checkpoint that a model started with.
-        directory: where the model is saved.
-        without: names of folders that are not copied.
+    in any format, `config.json`, adapters and hidden files. Nor are the folders `without` copied.
     """
     copies = []
     for place, folders, files in os.walk(source):

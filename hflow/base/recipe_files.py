@@ -117,11 +117,9 @@ def pack(directory: str | Path) -> bytes:
 
 
 def unpack(packed: bytes, original: str | Path) -> Path:
-    """Write a packed directory to a new temporary one and return it.
+    """Write a directory packed by `pack` to a new temporary one and return it.
 
-    Args:
-        packed: by `pack`.
-        original: the directory on the machine of the controller.
+    `original` is the directory on the machine of the controller.
     """
     directory = Path(tempfile.mkdtemp(prefix="hflow-recipe-"))
     with zipfile.ZipFile(io.BytesIO(packed)) as archive:

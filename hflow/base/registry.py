@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 from hflow.base.errors import PlanError, nearest
@@ -74,10 +75,6 @@ class Registry:
     def describe(self, name: str, kind: type[Kind]) -> Kind:
         """Import and return the descriptor of an implementation.
 
-        Args:
-            name: the implementation's name, which its descriptor repeats in the attribute `name`.
-            kind: the class of descriptors of this registry.
-
         Raises:
             PlanError: for the reasons of `load`, or if another package adds something else.
         """
@@ -97,11 +94,9 @@ class Registry:
         Raises:
             PlanError: when two packages add one name, or a package adds a name of hflow's.
         """
-        from importlib.metadata import entry_points  # takes longer to import than most commands run
-
         packages = dict.fromkeys(self.own, "hflow-rl")
         added: dict[str, _Entry] = {}
-        for point in entry_points(group=self._group):
+        for point in _entry_points(tuple(sys.path)).select(group=self._group):
             package = point.dist.name if point.dist is not None else "?"
             if packages.setdefault(point.name, package) != package:
                 raise PlanError(
@@ -110,6 +105,14 @@ class Registry:
                 )
             added[point.name] = _Entry(point.value, package)
         return added
+
+
+@lru_cache(maxsize=1)
+def _entry_points(path: tuple[str, ...]) -> Any:
+    """Return the entry points of all packages on `sys.path`, read once for all registries: each is a file."""
+    from importlib import metadata  # takes longer to import than most commands run
+
+    return metadata.entry_points()
 
 
 def _resolve(target: str) -> Any:

@@ -45,10 +45,7 @@ def session_recipe(name: str) -> Path:
 
 
 def find_recipe(recipe: str) -> Path:
-    """Return the file of a recipe.
-
-    Args:
-        recipe: a path that ends in `.py`, which is returned as it is, or the name of a shipped recipe.
+    """Return the file of a shipped recipe, or a path that ends in `.py` as it is.
 
     Raises:
         RecipeError: if there is no shipped recipe of this name.
@@ -69,11 +66,7 @@ def find_recipe(recipe: str) -> Path:
 
 
 def find_checkpoint(name: str, key: str) -> Path:
-    """Return the directory of a shipped checkpoint.
-
-    Args:
-        name: the checkpoint's name, with `CHECKPOINT_PREFIX`.
-        key: the key of the configuration that names it, for messages.
+    """Return the directory of a shipped checkpoint; its name begins with `CHECKPOINT_PREFIX`.
 
     Raises:
         ConfigError: if there is no such checkpoint.

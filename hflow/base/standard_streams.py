@@ -30,10 +30,8 @@ def open_closed_streams() -> None:
 def outlive_reader(*names: str) -> None:
     """Let this process continue when nothing takes its output any more; what it writes then is dropped.
 
-    This happens when the reader of a pipe has ended (`| head`), the terminal is closed or the disk is full.
-
-    Args:
-        names: names of streams in `sys`. One that was replaced, as by a test, is left as it is.
+    This happens when the reader of a pipe has ended (`| head`), the terminal is closed or the disk is full. A
+    stream that was replaced, as by a test, is left as it is.
     """
     for name in names:
         stream = getattr(sys, name)

@@ -27,11 +27,7 @@ def safe_text(text: str) -> str:
 
 
 class SafeConsole(Console):
-    """A console that shows text of models, rows and errors as it is: no markup, codes or escape sequences.
-
-    Args:
-        options: the options of `rich.console.Console`.
-    """
+    """A console that shows text of models, rows and errors as it is: no markup, codes or escape sequences."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, **options)

@@ -141,7 +141,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 T = TypeVar("T")
 
-CHECKED = ConfigDict(extra="forbid", allow_inf_nan=False)
+CHECKED = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)
 """The pydantic configuration of every dataclass that is built from a user's values."""
 
 MAX_INT = 1_000_000_000
@@ -246,7 +246,7 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], key: str = "") -> T:
         ConfigError: for an unknown or missing key, or a value that does not fit. One line, with the key.
     """
     try:
-        built: T = _adapter(cls).validate_python(values)  # type: ignore[arg-type]
+        built: T = cls.__pydantic_validator__.validate_python(values)  # type: ignore[attr-defined]
         return built
     except ValidationError as error:
         raise ConfigError(_describe(error, cls, key, values)) from error
@@ -260,11 +260,7 @@ def join(key: str, name: object) -> str:
 def unknown_key(path: str, name: object, known: Collection[str], paths: Collection[str] = ()) -> str:
     """Return the message for a key that does not exist, with what may have been meant.
 
-    Args:
-        path: the dotted key.
-        name: the part of the key that does not exist.
-        known: the names that exist there.
-        paths: the dotted keys that exist elsewhere in the configuration.
+    `known` are the names that exist beside the part `name`, and `paths` the dotted keys elsewhere.
     """
     return f"unknown key {path!r}{_suggestion(path, str(name), known, paths)}"
 
@@ -378,11 +374,6 @@ def _paths(cls: Any, values: Any, key: str) -> Iterator[str]:
 def _not_none(hint: Any) -> Any:
     """Return the first type of a union, such as of a dataclass and None, or any other type as it is."""
     return get_args(hint)[0] if get_origin(hint) in (Union, types.UnionType) else hint
-
-
-@cache
-def _adapter(cls: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(cls)
 
 
 # Types written as text

@@ -36,8 +36,7 @@ def wait_silently(what: Awaited) -> AbstractContextManager[None]:
 def print_waits(print_line: Callable[[str], None]) -> WaitFor:
     """Return the `WaitFor` of a program without a panel: a thread prints a line after 10, 20, 40 ... s.
 
-    Args:
-        print_line: prints a line, on any thread.
+    It may do so on any thread.
     """
 
     @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typer.exceptions import TyperException
 from hflow import launch
 from hflow.base.durable_files import file_fix
 from hflow.base.errors import HflowError, shorten
+from hflow.base.garbage import freeze_imports
 from hflow.base.standard_streams import open_closed_streams, outlive_reader
 from hflow.base.terminal import SafeConsole
 from hflow.cli import machine, plans, recipes, results, runs
@@ -143,7 +143,7 @@ def _run_command() -> NoReturn:
     outlive_reader("stderr")
     if not _has_directory():
         _stop("the working directory was deleted; change to another one", USER_ERROR)
-    gc.freeze()  # modules are never garbage, and collections would visit all of them again and again
+    freeze_imports()
     try:
         code = _command()(standalone_mode=False)
         sys.stdout.flush()

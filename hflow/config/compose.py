@@ -90,10 +90,7 @@ _BRACKET = re.compile(r"\[([^\[\]]*)\]")
 
 
 def check_interpolations(values: Mapping[Any, Any]) -> None:
-    """Check that no value of a composed configuration expands to more than memory should hold.
-
-    Args:
-        values: the configuration, with interpolations as text.
+    """Check that no value of a configuration, with interpolations as text, expands to more than memory holds.
 
     Raises:
         ConfigError: for the first key that does; names it.
@@ -365,10 +362,6 @@ class ConfigLoader:
 
         The values of a new group take precedence over those of files. An architecture is replaced as a whole:
         no key of the recipe's own remains in that of the group.
-
-        Args:
-            composer: the composer of the recipe's files.
-            overrides: overrides in Hydra's form.
         """
         parsed = [_parsed(override) for override in overrides]
         if not any(override.package and not override.is_delete() for override in parsed):
@@ -398,9 +391,6 @@ def validate_names(
     """Check that every entry of `models`, `data` and `nodes` is in the recipe.
 
     Args:
-        config: the composed configuration.
-        models: names of the recipe's models.
-        data: names of the recipe's datasets.
         nodes: node name -> names of its knobs and options.
 
     Raises:
@@ -508,9 +498,7 @@ def _parsed(override: str) -> Override:
 def _notation(override: str, has_several: bool = False) -> str:
     """Return an override with the quotes that its value needs: itself if it is short, else an example.
 
-    Args:
-        override: the override as it was given.
-        has_several: whether its value may be meant as a list, although it has no brackets.
+    `has_several` says that its value may be meant as a list, although it has no brackets.
     """
     key, is_given, value = override.partition("=")
     if not is_given:
@@ -584,12 +572,7 @@ def _quote_placement(override: str) -> str:
 
 
 def error_text(error: Exception, file: str) -> str:
-    """Return one line for an error of Hydra, OmegaConf or YAML.
-
-    Args:
-        error: what was raised while composing.
-        file: name of the file, for errors that do not name a place themselves.
-    """
+    """Return one line for an error of Hydra, OmegaConf or YAML; `file` is for those that name no place."""
     from hydra.errors import MissingConfigException
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError

@@ -30,7 +30,6 @@ def read_chat_template(value: str, directory: Path, key: str) -> str:
     Args:
         value: the template, or the path of a file: of Jinja, or of JSON with a key `chat_template`.
         directory: what a path is relative to.
-        key: where it is set, for messages.
 
     Raises:
         ConfigError: for anything else, and a file that cannot be read.
@@ -82,11 +81,8 @@ def resolve_paths(values: Mapping[str, Any], directory: Path | None = None) -> d
 
     Paths of `data` that a file has written become relative to the working directory, or absolute if they are
     not in it. Names of shipped checkpoints become their directories. Files of chat templates become their
-    text, so that workers and resumed runs need no file. All others stay as they are written.
-
-    Args:
-        values: the configuration.
-        directory: what the paths of files are relative to; None: each file's own directory.
+    text, so that workers and resumed runs need no file. All others stay as they are written. The paths of
+    files are relative to `directory`; None: each file's own directory.
 
     Raises:
         ConfigError: for a shipped checkpoint that does not exist, or a chat template that cannot be read.

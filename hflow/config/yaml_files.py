@@ -120,11 +120,9 @@ def _load(text: str, name: str) -> Any:
 
 
 def _num_values(node: Node, counted: dict[int, int]) -> int:
-    """Return the number of values that a node expands to.
+    """Return the number of values that a node expands to; an alias of a node is the node itself.
 
-    Args:
-        node: a node of a document. Aliases of a node are the node itself.
-        counted: nodes, by id, that were counted already -> their values.
+    `counted` has the values of nodes, by id, that were counted already.
     """
     if id(node) not in counted:
         parts = node.value if isinstance(node.value, list) else []

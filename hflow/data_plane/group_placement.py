@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
+import numpy as np
+
 from hflow.planner.plan.rows import Plan, ScheduledStream
+
+
+@dataclass(eq=False, slots=True)
+class _Placed:
+    """A group on a worker. Without unfinished and waiting samples, it is forgotten."""
+
+    home: int
+    num_unfinished: int
+    num_waiting: int
+    """Samples that are neither refused nor bound to a batch."""
 
 
 class GroupPlacer:
@@ -19,45 +32,38 @@ class GroupPlacer:
 
     def __init__(self, plan: Plan) -> None:
         self._dp_heads = {
-            stream.name: tuple(sorted(stream_dp_heads(plan, stream))) for stream in plan.schedule.streams
+            stream.name: np.sort(stream_dp_heads(plan, stream)) for stream in plan.schedule.streams
         }
         self._is_deterministic = plan.deterministic
         self._written = {stream.name for stream in plan.schedule.streams if not stream.replicas}
-        self._loads = _Loads(plan.cluster.num_devices, self._dp_heads.values())
-        self._home: dict[tuple[str, int], int] = {}
-        self._num_unfinished: dict[tuple[str, int], int] = {}
-        self._num_waiting: dict[tuple[str, int], int] = {}
-        """Samples of a group that are neither refused nor bound to a batch. A group without any, and without
-        unfinished samples, is forgotten."""
+        self._load = np.zeros(plan.cluster.num_devices, np.int64)
+        """[workers]: unfinished samples."""
+        self._placed: dict[tuple[str, int], _Placed] = {}
 
     def place(self, stream: str, group: int, num_samples: int) -> int:
-        """Choose a worker for a group and remember it."""
+        """Choose a worker for a group and remember it: of several with the smallest load, the first."""
         dp_heads = self._dp_heads[stream]
         # Loads depend on timing. Where nothing is generated, there is none to balance.
         is_fixed = self._is_deterministic or stream in self._written
-        worker = dp_heads[group % len(dp_heads)] if is_fixed else self._loads.lightest(dp_heads)
-        self._loads.add(worker, num_samples)
-        self._home[stream, group] = worker
-        self._num_unfinished[stream, group] = self._num_waiting[stream, group] = num_samples
+        worker = int(dp_heads[group % len(dp_heads) if is_fixed else self._load[dp_heads].argmin()])
+        self._load[worker] += num_samples
+        self._placed[stream, group] = _Placed(worker, num_samples, num_samples)
         return worker
 
     def rebalance_moves(self, stream: str, groups: Iterable[int]) -> dict[int, int]:
         """Return the groups that should move to a less loaded engine, each with that engine's worker.
 
-        None moves where two runs must be equal bit for bit.
-
-        Args:
-            stream: the stream of these groups.
-            groups: groups that may move, the first to move first.
+        None moves where two runs must be equal bit for bit. Groups are in the order in which they move.
         """
-        load = self._loads.by_worker()
+        load = self._load.tolist()
         moves: dict[int, int] = {}
         if self._is_deterministic:
             return moves
-        by_load = [(load[dp_head], dp_head) for dp_head in self._dp_heads[stream]]
+        by_load = [(load[dp_head], dp_head) for dp_head in self._dp_heads[stream].tolist()]
         heapify(by_load)
         for group in groups:
-            src, size = self._home[stream, group], self._num_unfinished[stream, group]
+            placed = self._placed[stream, group]
+            src, size = placed.home, placed.num_unfinished
             while by_load[0][0] != load[by_load[0][1]]:  # an outdated entry
                 heappop(by_load)
             dst = by_load[0][1]
@@ -71,78 +77,47 @@ class GroupPlacer:
 
     def move(self, stream: str, group: int, worker: int) -> None:
         """Record that a group with all its unfinished samples is now on another worker."""
-        size = self._num_unfinished[stream, group]
-        self._loads.add(self._home[stream, group], -size)
-        self._loads.add(worker, size)
-        self._home[stream, group] = worker
+        placed = self._placed[stream, group]
+        self._load[placed.home] -= placed.num_unfinished
+        self._load[worker] += placed.num_unfinished
+        placed.home = worker
 
     def home(self, stream: str, group: int) -> int:
         """Return the worker that holds a group."""
-        return self._home[stream, group]
+        return self._placed[stream, group].home
 
     def is_placed(self, stream: str, group: int) -> bool:
         """Return whether a worker holds a group. None holds one for which the dataset has no row."""
-        return (stream, group) in self._home
+        return (stream, group) in self._placed
 
     def is_at(self, worker: int, stream: str, group: int) -> bool:
         """Return whether a worker holds a group."""
-        return self._home.get((stream, group)) == worker
+        placed = self._placed.get((stream, group))
+        return placed is not None and placed.home == worker
 
     def finished(self, stream: str, group: int) -> None:
         """Record that one sample of the group no longer occupies its worker."""
-        self._loads.add(self._home[stream, group], -1)
-        self._num_unfinished[stream, group] -= 1
-        self._forget_if_empty(stream, group)
+        placed = self._placed[stream, group]
+        self._load[placed.home] -= 1
+        placed.num_unfinished -= 1
+        self._forget_if_empty(stream, group, placed)
 
     def refused(self, stream: str, group: int, num_samples: int) -> None:
         """Record that samples of a group left the run; they may still occupy an engine."""
-        self._num_waiting[stream, group] -= num_samples
-        self._forget_if_empty(stream, group)
+        placed = self._placed[stream, group]
+        placed.num_waiting -= num_samples
+        self._forget_if_empty(stream, group, placed)
 
     def bound(self, stream: str, groups: Iterable[int]) -> None:
         """Record that groups are bound to a batch; a refused sample may still occupy an engine."""
         for group in groups:
-            self._num_waiting[stream, group] = 0
-            self._forget_if_empty(stream, group)
+            placed = self._placed[stream, group]
+            placed.num_waiting = 0
+            self._forget_if_empty(stream, group, placed)
 
-    def _forget_if_empty(self, stream: str, group: int) -> None:
-        key = (stream, group)
-        if self._num_waiting[key] == 0 and self._num_unfinished[key] == 0:
-            del self._home[key], self._num_unfinished[key], self._num_waiting[key]
-
-
-class _Loads:
-    """The number of unfinished samples of each worker, and the lightest of each stream's workers."""
-
-    def __init__(self, num_workers: int, streams: Iterable[tuple[int, ...]]) -> None:
-        self._load = [0] * num_workers
-        self._heaps = {dp_heads: [(0, dp_head) for dp_head in dp_heads] for dp_heads in streams}
-        """Dp-heads of a stream, ascending -> heap of (load, dp-head), also with outdated entries."""
-        self._heaps_of: dict[int, list[tuple[int, ...]]] = {}
-        for dp_heads in self._heaps:
-            for dp_head in dp_heads:
-                self._heaps_of.setdefault(dp_head, []).append(dp_heads)
-
-    def add(self, worker: int, num_samples: int) -> None:
-        """Add samples to a worker's load."""
-        self._load[worker] += num_samples
-        for dp_heads in self._heaps_of.get(worker, ()):
-            heap = self._heaps[dp_heads]
-            heappush(heap, (self._load[worker], worker))
-            if len(heap) > 4 * len(dp_heads) + 64:  # mostly outdated
-                self._heaps[dp_heads] = heap = [(self._load[dp_head], dp_head) for dp_head in dp_heads]
-                heapify(heap)
-
-    def lightest(self, dp_heads: tuple[int, ...]) -> int:
-        """Return the first of a stream's workers with the smallest load."""
-        heap = self._heaps[dp_heads]
-        while heap[0][0] != self._load[heap[0][1]]:
-            heappop(heap)
-        return heap[0][1]
-
-    def by_worker(self) -> list[int]:
-        """Return a copy of all loads."""
-        return list(self._load)
+    def _forget_if_empty(self, stream: str, group: int, placed: _Placed) -> None:
+        if not placed.num_waiting and not placed.num_unfinished:
+            del self._placed[stream, group]
 
 
 def stream_dp_heads(plan: Plan, stream: ScheduledStream) -> tuple[int, ...]:

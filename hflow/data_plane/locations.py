@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hflow.data_plane.redistribute import NO_WORKER, FieldHolders, Holders, Integers, Move
+from hflow.data_plane.redistribute import NO_WORKER, FieldHolders, Holders, Integers, Moves
 
 NO_ROW = -1
 
@@ -21,16 +21,20 @@ class _Held:
     is_made: bool
     """Whether batch nodes make them: a sample's home worker does not hold them by itself."""
     workers: NDArray[np.int32]
-    """[rows, most copies of a sample]: all workers that hold them, then `NO_WORKER`. Not the home worker,
+    """[most copies of a sample, rows]: all workers that hold them, then `NO_WORKER`. Not the home worker,
     unless a batch node made them there."""
 
-    def add(self, rows: Integers, worker: int) -> None:
-        """Note that one more worker holds them."""
-        rows = rows[(self.workers[rows] != worker).all(axis=1)]
-        counts = (self.workers[rows] != NO_WORKER).sum(axis=1)
-        if len(rows) and counts.max() == self.workers.shape[1]:
-            self.workers = np.pad(self.workers, ((0, 0), (0, 1)), constant_values=NO_WORKER)
-        self.workers[rows, counts] = worker
+    def add(self, rows: Integers, workers: Integers) -> None:
+        """Note one more worker for each of these rows, of which some may be there again with another one."""
+        while True:
+            is_new = (self.workers[:, rows] != workers).all(axis=0)
+            rows, workers = rows[is_new], workers[is_new]
+            if not len(rows):
+                return
+            counts = (self.workers[:, rows] != NO_WORKER).sum(axis=0)
+            if counts.max() == len(self.workers):
+                self.workers = np.pad(self.workers, ((0, 1), (0, 0)), constant_values=NO_WORKER)
+            self.workers[counts, rows] = workers  # of several for a row, one; the others are new again
 
 
 class DataLocations:
@@ -62,21 +66,19 @@ class DataLocations:
             row = self._rows[sample - self._first] = self._free.pop()
         self._home[row], self._length[row] = worker, length
 
-    def add_outputs(self, fields: Iterable[str], samples: Iterable[int], worker: int) -> None:
-        """Record that a batch node made these fields of these samples on a worker."""
-        self._add(fields, samples, worker, is_made=True)
+    def add_outputs(self, fields: Iterable[str], samples: Iterable[int], workers: int | Integers) -> None:
+        """Record that a batch node made these fields of these samples on a worker, or on one for each."""
+        self._add(fields, samples, workers, is_made=True)
 
-    def add_copies(self, fields: Iterable[str], samples: Iterable[int], worker: int) -> None:
-        """Record that one more worker has these fields of these samples."""
-        self._add(fields, samples, worker, is_made=False)
+    def add_copies(self, fields: Iterable[str], samples: Iterable[int], workers: int | Integers) -> None:
+        """Record that one more worker has these fields of these samples, or one for each."""
+        self._add(fields, samples, workers, is_made=False)
 
-    def add_moves(self, moves: Iterable[Move]) -> None:
+    def add_moves(self, moves: Moves) -> None:
         """Record that moves are done; the sources keep their copies."""
-        pulled: dict[tuple[int, tuple[str, ...]], list[int]] = defaultdict(list)
-        for move in moves:
-            pulled[move.dst, move.fields] += move.samples
-        for (worker, fields), samples in pulled.items():
-            self.add_copies(fields, samples, worker)
+        for kind, fields in enumerate(moves.fields):
+            is_of_kind = moves.kind == kind
+            self.add_copies(fields, moves.samples[is_of_kind], moves.dst[is_of_kind])
 
     def lengths(self, samples: Iterable[int]) -> list[int]:
         """Return the tokens of each sample."""
@@ -85,17 +87,17 @@ class DataLocations:
 
     def holders(self, fields: Iterable[str], samples: Iterable[int]) -> Holders:
         """Return the workers that hold fields of these samples."""
-        ids = np.sort(np.fromiter(samples, np.int64))
+        ids = np.sort(as_ids(samples))
         rows = self._rows_of(ids)
-        home = self._home[rows, None]
+        home = self._home[None, rows]
         names: dict[_Held | None, list[str]] = defaultdict(list)
         for name in fields:
             names[self._held.get(name)].append(name)
         groups = []
         for held, members in names.items():
-            copies = home[:, :0] if held is None else held.workers[rows]
+            copies = home[:0] if held is None else held.workers[:, rows]
             is_made = held is not None and held.is_made
-            workers = copies if is_made else np.concatenate((home, copies), axis=1)
+            workers = copies if is_made else np.concatenate((home, copies))
             groups.append(FieldHolders(tuple(members), workers))
         return Holders(ids, self._length[rows], tuple(groups))
 
@@ -122,7 +124,7 @@ class DataLocations:
         dropped = self._together(self._held.keys() & set(fields), is_made=False)
         workers = self._by_worker(known, dropped)
         for held in dropped:
-            held.workers[self._rows_of(known)] = NO_WORKER
+            held.workers[:, self._rows_of(known)] = NO_WORKER
         return workers
 
     def forget(self, samples: Iterable[int]) -> None:
@@ -130,23 +132,27 @@ class DataLocations:
         known = self._known(samples)
         rows = self._rows_of(known)
         for held in self._all_held():
-            held.workers[rows] = NO_WORKER
+            held.workers[:, rows] = NO_WORKER
         self._rows[known - self._first] = NO_ROW
         self._free += rows.tolist()
 
-    def _add(self, fields: Iterable[str], samples: Iterable[int], worker: int, *, is_made: bool) -> None:
+    def _add(
+        self, fields: Iterable[str], samples: Iterable[int], workers: int | Integers, *, is_made: bool
+    ) -> None:
         rows = self._rows_of(samples)
+        workers = np.broadcast_to(workers, rows.shape)
+        is_away = self._home[rows] != workers
         for held in self._together(fields, is_made=is_made):
-            held.add(rows if held.is_made else rows[self._home[rows] != worker], worker)
+            held.add(*((rows, workers) if held.is_made else (rows[is_away], workers[is_away])))
 
     def _rows_of(self, samples: Iterable[int]) -> Integers:
-        rows = self._rows[np.fromiter(samples, np.int64) - self._first]
+        rows = self._rows[as_ids(samples) - self._first]
         assert (rows != NO_ROW).all(), "there is no data of a sample"
         return rows
 
     def _known(self, samples: Iterable[int]) -> Integers:
         """Return those of some samples that are here, ascending."""
-        ids = np.unique(np.fromiter(samples, np.int64))
+        ids = np.unique(as_ids(samples))
         ids = ids[(ids >= self._first) & (ids < self._first + len(self._rows))]
         known: Integers = ids[self._rows[ids - self._first] != NO_ROW]
         return known
@@ -175,7 +181,7 @@ class DataLocations:
         self._free.extend(range(num_rows, num_rows + added))
         self._home, self._length = np.pad(self._home, (0, added)), np.pad(self._length, (0, added))
         for held in self._all_held():
-            held.workers = np.pad(held.workers, ((0, added), (0, 0)), constant_values=NO_WORKER)
+            held.workers = np.pad(held.workers, ((0, 0), (0, added)), constant_values=NO_WORKER)
 
     def _together(self, fields: Iterable[str], *, is_made: bool) -> list[_Held]:
         """Return the places of these fields and of no others. `is_made` is that of fields not known yet."""
@@ -186,17 +192,22 @@ class DataLocations:
                 apart = _Held(held.is_made, held.workers.copy())
                 self._held.update(dict.fromkeys(members & fields, apart))
         if new := fields - self._held.keys():
-            nowhere = np.full((len(self._home), 0), NO_WORKER, np.int32)
+            nowhere = np.full((0, len(self._home)), NO_WORKER, np.int32)
             self._held.update(dict.fromkeys(new, _Held(is_made, nowhere)))
         return list(dict.fromkeys(self._held[name] for name in fields))
 
     def _by_worker(self, samples: Integers, places: Iterable[_Held]) -> dict[int, list[int]]:
         """Return home workers and other holders, each with the samples that it holds, ascending."""
         rows = self._rows_of(samples)
-        workers = np.concatenate((self._home[rows, None], *(held.workers[rows] for held in places)), axis=1)
-        number, column = np.nonzero(workers != NO_WORKER)
-        held = np.sort(workers[number, column].astype(np.int64) * len(samples) + number)
+        workers = np.concatenate((self._home[None, rows], *(held.workers[:, rows] for held in places)))
+        place, number = np.nonzero(workers != NO_WORKER)
+        held = np.sort(workers[place, number].astype(np.int64) * len(samples) + number)
         held = held[np.diff(held, prepend=-1) != 0]
         found, starts = np.unique(held // max(1, len(samples)), return_index=True)
         parts = np.split(samples[held % max(1, len(samples))], starts[1:])
         return {worker: part.tolist() for worker, part in zip(found.tolist(), parts, strict=False)}
+
+
+def as_ids(samples: Iterable[int]) -> Integers:
+    """Return samples as an array."""
+    return samples if isinstance(samples, np.ndarray) else np.fromiter(samples, np.int64)

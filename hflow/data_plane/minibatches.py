@@ -11,6 +11,7 @@ import random
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import chain, islice, pairwise
 
 import numpy as np
@@ -37,13 +38,9 @@ def shards(
     """Split a batch over the dp ranks of a node, minibatch by minibatch.
 
     Args:
-        rule: dp-heads, fields and policy of the node.
         cut: a train node's cut of its batch; None for other nodes, which process it as a whole.
-        groups: group id -> its remaining samples.
         holders: the samples' tokens, and the workers that have the rule's fields; samples stay where most
             data is, if balance permits.
-        seed: the run's seed.
-        step: the step that the batch belongs to.
 
     Returns:
         The samples of each rank. A minibatch of a rank may be empty, but all ranks have equally many.
@@ -60,10 +57,8 @@ def minibatch_units(
 
     Args:
         lengths: tokens of each sample; `group_size` neighbours are a group.
-        group_size: samples of a group.
         cut: a train node's cut of its batch; None for other nodes.
         by_group: whether a group stays on one rank.
-        seed: the run's seed.
     """
     groups = [lengths[i : i + group_size] for i in range(0, len(lengths), group_size)]
     ids = range(len(groups))
@@ -77,12 +72,7 @@ def minibatch_units(
 
 
 def heaviest_load(units: Sequence[int], num_ranks: int) -> int:
-    """Return the tokens of the heaviest rank, if units may be anywhere.
-
-    Args:
-        units: tokens of what is assigned as a whole, the longest first.
-        num_ranks: dp ranks.
-    """
+    """Return the tokens of the heaviest dp rank, if units, the longest first, may be anywhere."""
     loads = [0] * num_ranks
     for size in units:
         heapq.heapreplace(loads, loads[0] + size)
@@ -92,13 +82,9 @@ def heaviest_load(units: Sequence[int], num_ranks: int) -> int:
 def cut_minibatches(
     groups: Sequence[int], cut: BatchCut, seed: int, step: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Cut whole groups into minibatches whose sizes differ by at most one.
+    """Cut whole groups, in any order, into minibatches whose sizes differ by at most one.
 
-    Args:
-        groups: group ids; their order does not matter.
-        cut: the number of minibatches. None is ever empty: fewer groups make fewer minibatches.
-        seed: the run's seed.
-        step: only `seed` and `step` decide the shuffle.
+    None is ever empty: fewer groups make fewer minibatches. Only `seed` and `step` decide the shuffle.
     """
     shuffled = sorted(groups)
     random.Random(f"minibatches/{seed}/{step}").shuffle(shuffled)
@@ -109,31 +95,34 @@ def cut_minibatches(
 def assign_units(tokens: Sequence[int], num_ranks: int, holders: Mapping[int, Sequence[int]]) -> list[int]:
     """Assign units to ranks, moving as few tokens as balance permits. Deterministic.
 
-    A unit is what is assigned as a whole: a sample, or a group that must stay together.
-    The limit of a rank is the heaviest load of the longest-first schedule (LPT: Graham, 1969), or the mean
-    plus `SLACK` if that is more. No rank ends above the limit. Units stay with a holder up to the limit, the
-    longest first, so that the units that must move are short and fill gaps well.
-
-    Args:
-        tokens: tokens of each unit.
-        num_ranks: number of ranks.
-        holders: unit -> the ranks that hold its data, if any does.
-
-    Returns:
-        The rank of each unit.
+    A unit is what is assigned as a whole: a sample, or a group that must stay together. The limit of a rank
+    is the heaviest load of the longest-first schedule (LPT: Graham, 1969), or the mean plus `SLACK` if that
+    is more. No rank ends above the limit. Units stay with a holder up to the limit, the longest first, so
+    that the units that must move are short and fill gaps well. `holders` has the ranks that hold the data of
+    a unit, if any does.
     """
-    order = sorted(range(len(tokens)), key=tokens.__getitem__, reverse=True)
-    rank_of: dict[int, int] = {}
-    loads = [0] * num_ranks
-    _assign_to_lightest(order, tokens, loads, rank_of)
-    limit = max(max(loads), (1 + SLACK) * sum(tokens) / num_ranks)
+    order, ranks, heaviest = _longest_first(tuple(tokens), num_ranks)
+    limit = max(heaviest, (1 + SLACK) * sum(tokens) / num_ranks)
     if holders:
         near, loads = _assign_to_holders(order, tokens, holders, num_ranks, limit)
         _assign_to_lightest([u for u in order if u not in near], tokens, loads, near)
         _exchange(order, tokens, loads, near, limit)
         if max(loads) <= limit:
-            rank_of = near
-    return [rank_of[u] for u in range(len(tokens))]
+            return [near[u] for u in range(len(tokens))]
+    return list(ranks)
+
+
+@lru_cache(maxsize=8)
+def _longest_first(tokens: tuple[int, ...], num_ranks: int) -> tuple[list[int], list[int], int]:
+    """Return the units, the longest first, the rank of each if they may be anywhere, and the heaviest load.
+
+    Kept, as several nodes of a step have equally many ranks.
+    """
+    order = sorted(range(len(tokens)), key=tokens.__getitem__, reverse=True)
+    rank_of: dict[int, int] = {}
+    loads = [0] * num_ranks
+    _assign_to_lightest(order, tokens, loads, rank_of)
+    return order, [rank_of[u] for u in range(len(tokens))], max(loads)
 
 
 def _split(rule: EdgeRule, groups: Sequence[Sequence[int]], holders: Holders) -> tuple[tuple[int, ...], ...]:
@@ -163,9 +152,9 @@ def _best_ranks(rule: EdgeRule, units: Integers, rows: Integers, holders: Holder
         ranks_of[dp_head].append(dp)
     heads, pairs, weights = sorted(ranks_of), [], []
     for group in holders.groups:
-        workers = group.workers[rows]
-        row, column = np.nonzero(np.isin(workers, heads))
-        pairs.append(units[row] * len(heads) + np.searchsorted(heads, workers[row, column]))
+        workers = group.workers[:, rows]
+        place, row = np.nonzero(np.isin(workers, heads))
+        pairs.append(units[row] * len(heads) + np.searchsorted(heads, workers[place, row]))
         weights.append(holders.tokens[rows[row]] * len(group.fields))
     keys, place = np.unique(np.concatenate(pairs or [units[:0]]), return_inverse=True)
     if not len(keys):
@@ -257,8 +246,6 @@ def _first_exchange(
     """Return the best exchange with the lightest rank that has one, as units with their new ranks.
 
     Args:
-        members: units of each rank, the longest first.
-        tokens: tokens of each unit.
         lighter: (load, rank) of ranks other than the heaviest ones, the lightest first.
         heavy: a heaviest rank.
         max_load: the heavy rank's load.

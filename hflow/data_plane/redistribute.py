@@ -6,7 +6,7 @@ the executor in every step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import NamedTuple
@@ -31,7 +31,7 @@ class FieldHolders:
     fields: tuple[str, ...]
     """`stream/field` names."""
     workers: Integers
-    """[samples, most holders of one]: the workers whose stores have them, and `NO_WORKER` in other places."""
+    """[most holders of one, samples]: the workers whose stores have them, and `NO_WORKER` in other places."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,14 +63,70 @@ class Move(NamedTuple):
     """`stream/field` names."""
 
 
-def redistribute(
-    rule: EdgeRule, assignment: Shards, holders: Holders, cluster: ClusterSpec
-) -> tuple[Move, ...]:
+@dataclass(frozen=True, eq=False)
+class Moves:
+    """Moves in columns, with a row for each sample of each move.
+
+    Of thousands of workers, most moves are of one sample, and a `Move` of each would take the controller more
+    time than everything else that it does for a batch node.
+    """
+
+    samples: Integers
+    """[rows]"""
+    src: Integers
+    """[rows]"""
+    dst: Integers
+    """[rows]"""
+    kind: Integers
+    """[rows]: number of the fields that move."""
+    fields: tuple[tuple[str, ...], ...]
+    """Kind -> `stream/field` names."""
+
+    @classmethod
+    def of(cls, moves: Iterable[Move]) -> Moves:
+        """Return moves in columns, in their order."""
+        moves = tuple(moves)
+        fields = tuple(dict.fromkeys(move.fields for move in moves))
+        rows = [(s, move.src, move.dst, fields.index(move.fields)) for move in moves for s in move.samples]
+        samples, src, dst, kind = np.array(rows, np.int64).reshape(-1, 4).T
+        return cls(samples, src, dst, kind, fields)
+
+    def joined(self) -> tuple[Move, ...]:
+        """Return the moves, each with all neighbouring rows of the same source, destination and fields."""
+        columns = np.stack((self.src, self.dst, self.kind)).astype(np.int64)
+        starts = np.flatnonzero(np.diff(columns, axis=1, prepend=-1).any(axis=0))
+        samples, ends = self.samples.tolist(), pairwise((*starts.tolist(), len(self.samples)))
+        return tuple(
+            Move(src, dst, tuple(samples[start:end]), self.fields[kind])
+            for (start, end), src, dst, kind in zip(ends, *columns[:, starts].tolist(), strict=True)
+        )
+
+    def by_destination(self) -> dict[int, Moves]:
+        """Return destination -> its moves, in their order: one message, whichever workers send."""
+        order = np.argsort(self.dst, kind="stable")
+        found, starts = np.unique(self.dst[order], return_index=True)
+        parts = np.split(order, starts[1:])
+        return {dst: self._part(part) for dst, part in zip(found.tolist(), parts, strict=False)}
+
+    @property
+    def sources(self) -> set[int]:
+        """Workers that send."""
+        return set(np.unique(self.src).tolist())
+
+    def _part(self, rows: Integers) -> Moves:
+        """Return some rows, with as few bytes for a number as they need."""
+        columns = [column[rows] for column in (self.samples, self.src, self.dst, self.kind)]
+        samples, src, dst, kind = (column.astype(np.min_scalar_type(column.max())) for column in columns)
+        return Moves(samples, src, dst, kind, self.fields)
+
+
+def redistribute(rule: EdgeRule, assignment: Shards, holders: Holders, cluster: ClusterSpec) -> Moves:
     """Plan the moves after which every dp-head holds what its rank reads.
 
     Data that a dp-head already holds does not move, and nothing moves twice. The source of a move is a
     holder on the dp-head's machine if there is one, and among these the one that sends least so far. Fields
-    with the same source, destination and samples share one move.
+    with the same source, destination and samples share one move. Moves are sorted by source, destination,
+    fields and sample.
 
     What each worker sends is counted in fields, first for all samples without a choice. It is counted anew
     after each of `NUM_CHOICES` parts of the other samples: of few samples, after each.
@@ -81,54 +137,54 @@ def redistribute(
         holders: the workers that have the fields now; every sample of the assignment has a holder.
         cluster: says which workers share a machine.
     """
-    samples, dsts = _reads(rule, assignment)
-    rows, groups = holders.rows(samples), holders.groups
-    nowhere = np.full((0, max((1, *(group.workers.shape[1] for group in groups)))), NO_WORKER)
+    dsts, rows = _reads(rule, assignment, holders)
+    samples, groups = holders.samples[rows], holders.groups
+    nowhere = np.full((max((1, *(len(group.workers) for group in groups))), 0), NO_WORKER)
     lacking, options = [np.arange(0)], [nowhere]
     for group in groups:
-        workers = group.workers[rows]
-        lacks = np.flatnonzero((workers != dsts[:, None]).all(axis=1))
-        workers = workers[lacks]
+        workers = group.workers[:, rows]
+        lacks = np.flatnonzero((workers != dsts).all(axis=0))
+        workers = workers[:, lacks]
         has = workers != NO_WORKER
-        is_near = has & (workers // cluster.devices_per_node == dsts[lacks, None] // cluster.devices_per_node)
-        has &= is_near | ~is_near.any(axis=1, keepdims=True)
-        missing = samples[lacks[~has.any(axis=1)]]
+        is_near = has & (workers // cluster.devices_per_node == dsts[lacks] // cluster.devices_per_node)
+        has &= is_near | ~is_near.any(axis=0)
+        missing = samples[lacks[~has.any(axis=0)]]
         assert not len(missing), f"no worker holds {', '.join(group.fields)} of sample {missing[0]}"
-        width = ((0, 0), (0, nowhere.shape[1] - workers.shape[1]))
+        width = ((0, len(nowhere) - len(workers)), (0, 0))
         lacking.append(lacks)
         options.append(np.pad(np.where(has, workers, NO_WORKER), width, constant_values=NO_WORKER))
     number = np.repeat(np.arange(len(groups)), [len(lacks) for lacks in lacking[1:]])
     num_fields = np.array([len(group.fields) for group in groups], np.int64)[number]
-    src = _choose(np.concatenate(options), num_fields, cluster.num_devices)
+    src = _choose(np.concatenate(options, axis=1), num_fields, cluster.num_devices)
     return _join(samples, dsts, np.concatenate(lacking), src, number, [group.fields for group in groups])
 
 
-def _reads(rule: EdgeRule, assignment: Shards) -> tuple[Integers, Integers]:
-    """Return the samples that dp-heads read, and these dp-heads. Several ranks may share a dp-head."""
-    parts = [list(chain.from_iterable(minibatches)) for minibatches in assignment]
-    samples = np.fromiter(chain.from_iterable(parts), np.int64)
-    dsts = np.repeat(np.asarray(rule.heads, np.int64), [len(part) for part in parts])
-    order = np.lexsort((samples, dsts))
-    samples, dsts = samples[order], dsts[order]
-    is_new = np.ones(len(order), bool)
-    is_new[1:] = (np.diff(samples) != 0) | (np.diff(dsts) != 0)
-    return samples[is_new], dsts[is_new]
+def _reads(rule: EdgeRule, assignment: Shards, holders: Holders) -> tuple[Integers, Integers]:
+    """Return dp-heads and the rows of the samples that they read. Several ranks may share a dp-head."""
+    counts = [sum(map(len, minibatches)) for minibatches in assignment]
+    samples = np.fromiter(chain.from_iterable(chain.from_iterable(assignment)), np.int64)
+    dsts = np.repeat(np.asarray(rule.heads, np.int64), counts)
+    num_rows = len(holders.samples)
+    reads = np.sort(dsts * num_rows + holders.rows(samples))
+    return np.divmod(reads[np.diff(reads, prepend=-1) != 0], max(1, num_rows))
 
 
 def _choose(options: Integers, num_fields: Integers, num_workers: int) -> Integers:
-    """Return the worker of each row that has sent least, and the first of several."""
-    options = np.sort(np.where(options == NO_WORKER, num_workers, options), axis=1)
-    chosen = options[:, :1].copy()
-    has_choice = (options < num_workers).sum(axis=1) > 1
+    """Return the worker of each column that has sent least, and the first of several."""
+    chosen: Integers = options.max(axis=0)
+    has_choice = (options != NO_WORKER).sum(axis=0) > 1
     sent = np.append(np.zeros(num_workers), np.inf)
-    sent += np.bincount(chosen[~has_choice, 0], num_fields[~has_choice], num_workers + 1)
+    sent += np.bincount(chosen[~has_choice], num_fields[~has_choice], num_workers + 1)
     choices = np.flatnonzero(has_choice)
+    options = options[:, choices]
+    options = np.sort(np.where(options == NO_WORKER, num_workers, options), axis=0)
     for first in range(min(NUM_CHOICES, len(choices))):
-        part = choices[first::NUM_CHOICES]  # samples of all dp-heads, which have other options
-        least = sent[options[part]].argmin(axis=1)[:, None]
-        chosen[part] = np.take_along_axis(options[part], least, axis=1)
-        sent += np.bincount(chosen[part, 0], num_fields[part], num_workers + 1)
-    return chosen[:, 0]
+        part = slice(first, None, NUM_CHOICES)  # samples of all dp-heads, which have other options
+        least = sent[options[:, part]].argmin(axis=0)
+        sources, columns = np.take_along_axis(options[:, part], least[None], axis=0)[0], choices[part]
+        chosen[columns] = sources
+        sent += np.bincount(sources, num_fields[columns], num_workers + 1)
+    return chosen
 
 
 def _join(
@@ -138,11 +194,11 @@ def _join(
     src: Integers,
     number: Integers,
     names: Sequence[tuple[str, ...]],
-) -> tuple[Move, ...]:
-    """Return the moves, sorted by source, destination and fields.
+) -> Moves:
+    """Return the moves, sorted by source, destination, fields and sample.
 
     Args:
-        samples: the sample of each read.
+        samples: the sample of each read, ascending by dp-head and sample.
         dsts: the dp-head of each read.
         read: number of the read, for each group of fields that its dp-head lacks.
         src: the worker that sends these fields.
@@ -150,23 +206,19 @@ def _join(
         names: the fields of each group.
     """
     if not len(read):
-        return ()
+        return Moves.of(())
     assert len(names) < 64, "a bit of 64 is a group of fields"
-    order = np.lexsort((src, read))
-    read, src = read[order], src[order]
-    starts = np.flatnonzero(np.diff(read, prepend=-1) | np.diff(src, prepend=-1))
-    read, src, sent = read[starts], src[starts], np.bitwise_or.reduceat(1 << number[order], starts)
+    span = 1 + max(src.max(), dsts.max())
+    pairs = read * span + src
+    order = np.argsort(pairs, kind="stable")
+    starts = np.flatnonzero(np.diff(pairs[order], prepend=-1))
+    sent = np.bitwise_or.reduceat(1 << number[order], starts)
+    read, src = np.divmod(pairs[order[starts]], span)
     kinds, kind = np.unique(sent, return_inverse=True)
     fields = [tuple(sorted(chain(*(n for i, n in enumerate(names) if k >> i & 1)))) for k in kinds.tolist()]
     by_fields = sorted(range(len(fields)), key=fields.__getitem__)
     place = np.empty(len(fields), np.int64)
     place[by_fields] = np.arange(len(fields))
-    columns = np.stack((src, dsts[read], place[kind]))
-    order = np.lexsort((samples[read], *columns[::-1]))
-    columns, ordered = columns[:, order], samples[read[order]].tolist()
-    starts = np.flatnonzero(np.diff(columns, axis=1, prepend=-1).any(axis=0))
-    ends = pairwise((*starts.tolist(), len(ordered)))
-    return tuple(
-        Move(src, dst, tuple(ordered[start:end]), fields[by_fields[number]])
-        for (start, end), src, dst, number in zip(ends, *columns[:, starts].tolist(), strict=True)
-    )
+    order = np.argsort((src * span + dsts[read]) * len(kinds) + place[kind], kind="stable")
+    moved, kind = read[order], place[kind[order]]
+    return Moves(samples[moved], src[order], dsts[moved], kind, tuple(fields[n] for n in by_fields))

@@ -18,6 +18,7 @@ LENGTHS = (1, 7, 64, 129, 33)
 NUM_HEADS, NUM_KEY_HEADS, HEAD_SIZE = 8, 2, 64
 NUM_SHARED = 20
 """Tokens with which the last sequences begin alike, where prompts are shared."""
+_SINKS = torch.linspace(-2, 4, NUM_HEADS)
 
 
 class AttentionCase(NamedTuple):
@@ -32,6 +33,8 @@ CASES = {
     "": AttentionCase(),
     " of shared prompts": AttentionCase(True),
     " in a window": AttentionCase(True, Reach(window=24)),
+    " with sinks": AttentionCase(True, Reach(sinks=_SINKS)),
+    " with sinks in a window": AttentionCase(True, Reach(24, _SINKS)),
 }
 """Cases by how their names end."""
 
@@ -40,9 +43,10 @@ class AttentionError(NamedTuple):
     """How far a kernel's results are from those in float64, relative to the largest of these."""
 
     kernel: AttentionKernel
+    """The one for attention without sinks."""
     output: float
     gradient: float
-    """The largest of the gradients by queries, keys and values."""
+    """The largest of the gradients by queries, keys, values and sinks."""
 
 
 def attention_error(device: str, dtype: torch.dtype, case: AttentionCase) -> AttentionError:
@@ -59,13 +63,16 @@ def attention_error(device: str, dtype: torch.dtype, case: AttentionCase) -> Att
     upstream = torch.randn(num_rows, NUM_HEADS, HEAD_SIZE, generator=generator).to(dtype)
     shared = sharing if case.shares_prompts else None
     layout = PackedLayout.of(np.array(LENGTHS), device, dtype, shared)
-    q, k, v = (x.to(device).requires_grad_() for x in drawn)
-    output = attend(q, k, v, layout, None, case.reach)
-    gradients = torch.autograd.grad(output, (q, k, v), upstream.to(device))
+    if case.reach.sinks is not None:
+        drawn.append(case.reach.sinks.to(dtype))
+    q, k, v, *sinks = inputs = [x.to(device).requires_grad_() for x in drawn]
+    output = attend(q, k, v, layout, None, Reach(case.reach.window, *sinks))
+    gradients = torch.autograd.grad(output, inputs, upstream.to(device))
     exact_inputs = [x.double().requires_grad_() for x in drawn]
     row_of_token, token_of_row = map(torch.from_numpy, (sharing.row_of_token, sharing.token_of_row))
-    whole_q, whole_k, whole_v = (x[row_of_token] for x in exact_inputs)
-    exact = _exact(whole_q, whole_k, whole_v, case.reach.window)[token_of_row]
+    whole_q, whole_k, whole_v = (x[row_of_token] for x in exact_inputs[:3])
+    exact_reach = Reach(case.reach.window, *exact_inputs[3:])
+    exact = _exact(whole_q, whole_k, whole_v, exact_reach)[token_of_row]
     exact_gradients = torch.autograd.grad(exact, exact_inputs, upstream.double())
     errors = [relative_error(*pair) for pair in zip(gradients, exact_gradients, strict=True)]
     return AttentionError(layout.kernel, relative_error(output, exact), max(errors))
@@ -79,18 +86,21 @@ def _sharing(num_shared: int) -> PrefixSharing:
     return PrefixSharing.of_owners(owner)
 
 
-def _exact(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+def _exact(q: Tensor, k: Tensor, v: Tensor, reach: Reach) -> Tensor:
     """Return causal attention within each sequence: q `[T, H, d]`, k and v `[T, G, d]` -> `[T, H, d]`."""
     sequences = []
     for queries, keys, values in zip(*(x.split(LENGTHS) for x in (q, k, v)), strict=True):
         keys, values = (x.repeat_interleave(NUM_HEADS // NUM_KEY_HEADS, dim=1) for x in (keys, values))
         scores = torch.einsum("qhd,khd->hqk", queries, keys) / HEAD_SIZE**0.5
         unseen = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
-        if window is not None:
-            unseen |= ~unseen.new_ones(unseen.shape).triu(1 - window)
-        sequences.append(
-            torch.einsum("hqk,khd->qhd", scores.masked_fill(unseen, -torch.inf).softmax(-1), values)
-        )
+        if reach.window is not None:
+            unseen |= ~unseen.new_ones(unseen.shape).triu(1 - reach.window)
+        scores = scores.masked_fill(unseen, -torch.inf)
+        if reach.sinks is not None:
+            of_queries = reach.sinks[:, None, None].expand(-1, len(queries), -1)
+            scores = torch.cat((scores, of_queries), dim=-1)
+        weights = scores.softmax(-1)[..., : len(keys)]
+        sequences.append(torch.einsum("hqk,khd->qhd", weights, values))
     return torch.cat(sequences)
 
 

@@ -13,14 +13,14 @@ from hflow.engines.embedded.dense_decoder import Norm, gated, rotated
 from hflow.engines.embedded.sampling import SamplingRows, draw
 from hflow.engines.interface import SamplingParams
 from hflow.models import decode_kernels as kernels
-from hflow.models.attention_kernels import StoredHeads, decode_attention
+from hflow.models.attention_kernels import CAUSAL, Reach, StoredHeads, decode_attention
 from hflow.models.seeds import uniforms
 
 HIDDEN, INTERMEDIATE, NUM_QUERIES, NUM_KEYS, HEAD_SIZE, VOCAB = 896, 4864, 14, 2, 64, 151_936
 """Sizes of Qwen2.5-0.5B."""
 LENGTHS = (1, 64, 65, 150, 17)
 """Cached tokens of the sequences."""
-PAGE_TOKENS = 16
+PAGE_TOKENS, WINDOW = 16, 40
 
 
 def decode_errors(device: str, dtype: torch.dtype) -> Iterator[tuple[str, float]]:
@@ -68,11 +68,15 @@ def decode_errors(device: str, dtype: torch.dtype) -> Iterator[tuple[str, float]
     pairs = (found, queries), (where.keys, stored_keys), (where.values, stored_values)
     yield "rotary embedding and store", max(_error(*pair) for pair in pairs)
 
-    attended = kernels.triton_decode_attention(
-        found, where.keys, where.values, table.to(device), lengths.to(device), 0.125
-    )
-    exact = decode_attention(queries, stored_keys, stored_values, table, lengths, 0.125)
-    yield "attention", _error(attended, exact)
+    sinks = random(NUM_QUERIES)
+    for name, window in (("attention", None), ("attention with sinks in a window", WINDOW)):
+        reach = CAUSAL if window is None else Reach(window, sinks.to(device))
+        attended = kernels.triton_decode_attention(
+            found, where.keys, where.values, table.to(device), lengths.to(device), 0.125, reach
+        )
+        reach = CAUSAL if window is None else Reach(window, sinks.float())
+        exact = decode_attention(queries, stored_keys, stored_values, table, lengths, 0.125, reach)
+        yield name, _error(attended, exact)
 
     logits, positions = 3 * random(num, VOCAB), np.arange(num)
     params = [SamplingParams(seed=i, temperature=(1.0, 0.0, 0.7)[i % 3]) for i in range(num)]

@@ -71,8 +71,6 @@ def layer_error(
     Its experts are given, as two that are nearly equal could be chosen differently.
 
     Args:
-        device: `cuda`, the current one.
-        dtype: the dtype of the forward pass.
         architecture: `DENSE` or `EXPERTS`.
         fp8: the recipe of Transformer Engine's products; None: they are in the dtype.
 

@@ -1,6 +1,6 @@
 """The recipe language: decorators, `use`, `Recipe`, and the functions that read a recipe file."""
 
-from hflow.dsl.bodies import checked_by, missing_extra
+from hflow.dsl.bodies import checked_by, missing_extra, warned_by
 from hflow.dsl.dataset import Dataset
 from hflow.dsl.first_pass import FirstPass, first_pass, first_pass_of, read_first_pass
 from hflow.dsl.nodetype import Context, NodeType, Shapes, typed_options
@@ -46,4 +46,5 @@ __all__ = [
     "typed_options",
     "update",
     "use",
+    "warned_by",
 ]

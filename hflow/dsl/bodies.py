@@ -19,8 +19,8 @@ from hflow.dsl.nodetype import Context, Definition, NodeType
 from hflow.types.node_setup import ATTRIBUTE
 from hflow.types.sequences import GROUP_FUNCTIONS
 
-CHECK_ATTRIBUTE = "__hflow_check__"
-"""The attribute of a function that holds its check."""
+CHECK_ATTRIBUTE, WARNING_ATTRIBUTE = "__hflow_check__", "__hflow_warning__"
+"""Attributes of a function that hold its check, and the check whose problems are warnings."""
 
 BodyCheck = Callable[[Mapping[str, Any], Collection[str]], str | None]
 """Takes the knobs and the decorator's options, and the names of the parameters that a field is bound to.
@@ -39,9 +39,19 @@ def checked_by(check: BodyCheck) -> Callable[[Function], Function]:
     return attach
 
 
-def check_of(body: Callable[..., Any]) -> BodyCheck | None:
+def warned_by(check: BodyCheck) -> Callable[[Function], Function]:
+    """Attach a check like `checked_by`, of what does no harm: a problem is a warning."""
+
+    def attach(body: Function) -> Function:
+        setattr(body, WARNING_ATTRIBUTE, check)
+        return body
+
+    return attach
+
+
+def check_of(body: Callable[..., Any], attribute: str = CHECK_ATTRIBUTE) -> BodyCheck | None:
     """Return the check of a body, if it has one."""
-    return getattr(body, CHECK_ATTRIBUTE, None)
+    return getattr(body, attribute, None)
 
 
 def reads_group_members(body: Callable[..., Any]) -> bool:

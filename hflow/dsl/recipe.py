@@ -26,14 +26,21 @@ from hflow.base.files import resolved
 from hflow.base.recipe_files import MODULE_PREFIX, use_directory
 from hflow.base.shipped import shipped_recipes
 from hflow.base.validation import is_name
-from hflow.dsl.bodies import check_of, has_setup, node_body, reads_group_members
+from hflow.dsl.bodies import WARNING_ATTRIBUTE, check_of, has_setup, node_body, reads_group_members
 from hflow.dsl.dataset import Dataset
 from hflow.dsl.first_pass import first_pass_of, first_pass_problem, read_first_pass
 from hflow.dsl.implicit_nodes import implicit_nodes
 from hflow.dsl.nodetype import Definition, NodeType, Shapes, definition_of
 from hflow.dsl.options import SPEC_FIELDS
 from hflow.dsl.rows import functions_with, rows, sampler
-from hflow.graph.errors import SourceLocation, caller_location, caller_module, recipe_error, relative_path
+from hflow.graph.errors import (
+    SourceLocation,
+    caller_location,
+    caller_module,
+    format_problem,
+    recipe_error,
+    relative_path,
+)
 from hflow.graph.ir import BodyRef, Graph, Knob, Level, NodeSpec, Parameter, RecipeSpec
 from hflow.graph.model import Model
 from hflow.observer import Observer
@@ -269,16 +276,19 @@ class Recipe:
         directory = str(Path.cwd() if self.file is None else self.file.resolve().parent)
         return {node.name: node_body(node, (options or {}).get(node.name, {}), directory) for node in nodes}
 
-    def check_bodies(self, graph: Graph) -> None:
-        """Make the checks that bodies have of their knobs and inputs (`checked_by`), and of first passes.
+    def check_bodies(self, graph: Graph) -> Graph:
+        """Make the checks that bodies have of their knobs and inputs, and of first passes.
 
         Args:
             graph: this recipe's, with the knobs of the configuration.
 
+        Returns:
+            The graph, with the warnings of its bodies (`warned_by`).
+
         Raises:
-            RecipeError: for the first problem.
+            RecipeError: for the first problem (`checked_by`).
         """
-        bodies = {node.name: node.body for node in self.nodes}
+        bodies, warnings = {node.name: node.body for node in self.nodes}, list(graph.warnings)
         for node in graph.nodes:
             if body := bodies.get(node.name):
                 check, function = check_of(body), first_pass_of(body)
@@ -289,6 +299,10 @@ class Recipe:
                     problem = first_pass_problem(read_first_pass(function), node, graph)
                 if problem is not None:
                     raise recipe_error(node.spec.where, node.name, problem)
+                warn = check_of(body, WARNING_ATTRIBUTE)
+                if warn is not None and (warning := warn(settings, reads)):
+                    warnings.append(format_problem(node.spec.where, node.name, warning))
+        return replace(graph, warnings=tuple(warnings))
 
     def _definition(self, node: Callable[..., Any]) -> Definition[..., Any]:
         definition = definition_of(node)

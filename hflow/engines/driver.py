@@ -67,14 +67,12 @@ class EngineDriver:
         """Generate; cancelling the awaiting task cancels the request.
 
         Args:
-            prompt_ids: tokens of the prompt.
             params: how to sample. `max_tokens` includes the tokens of `generated`.
             generated: what another engine generated before it was interrupted. The result starts with it.
             on_interrupt: called with all tokens generated so far whenever the engine is interrupted, from
                 the thread that interrupts it.
             on_tokens: called on the event loop after engine steps, with the tokens since the last call. Those
                 of the last steps may only be in the result. What it raises, `submit` raises.
-            images: the images of the prompt.
 
         Raises:
             BackendError: when the engine refuses the request.
@@ -302,11 +300,7 @@ class _Request:
         return max(0, self.num_sent - len(self.generated.ids))
 
     def take_unsent(self, drawn: DrawnTokens) -> DrawnTokens:
-        """Return the unsent tokens, and count them as sent.
-
-        Args:
-            drawn: the engine's tokens from `num_unsent_start` on.
-        """
+        """Return the unsent ones of the engine's tokens from `num_unsent_start` on, counted as sent."""
         kept = self.generated
         tokens = DrawnTokens(
             kept.ids[self.num_sent :] + drawn.ids, kept.logprobs[self.num_sent :] + drawn.logprobs

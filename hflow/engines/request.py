@@ -40,13 +40,7 @@ class GenerationRequest:
     """The images of the prompt."""
 
     def append(self, token: int, logprob: float, version: int, kept: bytes = b"") -> None:
-        """Append a token that was drawn.
-
-        Args:
-            token: the token's id.
-            logprob: the token's log-prob.
-            version: the version of the weights that drew it.
-            kept: the entry of `sampling_mask`, where it is recorded.
+        """Append a token, drawn by weights of a version; `kept` is its entry of `sampling_mask`, if recorded.
 
         Raises:
             BackendError: if its log-prob is NaN.
@@ -91,14 +85,8 @@ def new_request(
     """Return a request of an engine that can serve it.
 
     Args:
-        request_id: the request's id, as in `GenerationEngine.add`.
-        prompt_ids: the prompt.
-        params: how to draw.
         max_length: maximum tokens of a sequence, prompt included.
-        vocab_size: the model's vocabulary size.
-        decode: the engine's, to find stop strings.
         records: the kinds that the engine records (`RecordedKind`).
-        images: the images of the prompt.
 
     Raises:
         BackendError: if the prompt is empty, too long or has unknown tokens, if no token can be drawn with

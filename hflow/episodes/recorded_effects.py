@@ -35,7 +35,6 @@ class RecordedEffects:
     All engines of the episode share it, so that their effects have one order.
 
     Args:
-        sandboxes: run sandboxed tools.
         state_counts: the worker's number of episodes in each state.
         journal: what the episode did in an earlier attempt, here or elsewhere; None for a new one.
 

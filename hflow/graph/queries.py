@@ -156,9 +156,6 @@ def reported_number(returns: Iterable[tuple[str, str]]) -> str | None:
     """Return the field `reward`, else `score`, else the first number per sample; None if there is none.
 
     Tensors stay on the workers; this number is what a person wants to know of a sample afterwards.
-
-    Args:
-        returns: (field, unit) of each field that the body returns.
     """
     numbers = [field for field, unit in returns if unit == Unit.SEQUENCE and field != "keep"]
     return next((field for field in PREFERRED if field in numbers), next(iter(numbers), None))

@@ -73,11 +73,9 @@ class ResolvedTarget:
         return self.models
 
     def choose_model(self, model: str | None, *, generates: bool = False) -> Path:
-        """Return the directory of one model.
+        """Return the directory of one model; None: the only one.
 
-        Args:
-            model: the model's name; None: the only one.
-            generates: choose a language model. A model that is named by its directory is taken for one.
+        `generates` chooses a language model. A model that is named by its directory is taken for one.
 
         Raises:
             ConfigError: if there is no such model, or there are several.

@@ -138,7 +138,6 @@ def row_lengths(
         weight: W `[outputs, inputs]`, or some of its columns.
         a: `[r, inputs]`, the same columns.
         b: `[outputs, r]`.
-        scale: the factor of the adapter's output.
         column_ranks: the ranks that have the other columns, of which this is a collective; None: there are
             none.
     """
@@ -164,14 +163,7 @@ class _Dora:
 
     @staticmethod
     def forward(layer: Any, *, active_adapter: str, x: Tensor, result: Tensor, **_: Any) -> Tensor:
-        """Return a layer's output `[..., outputs]`.
-
-        Args:
-            layer: peft's module of a linear layer.
-            active_adapter: peft's name of the adapter.
-            x: the input `[..., inputs]`.
-            result: the output without the adapter.
-        """
+        """Return the output `[..., outputs]` of peft's linear layer, whose output without it is `result`."""
         a, b, scale = layer.lora_A[_NAME], layer.lora_B[_NAME], layer.scaling[_NAME]
         base = layer.get_base_layer()
         lengths = row_lengths(base.weight, a.weight, b.weight, scale)
@@ -249,11 +241,9 @@ def _hf_name(name: str) -> str:
 
 
 def share_parameters(model: nn.Module, owner: nn.Module) -> None:
-    """Let a model use the parameters of another one where its own are on the meta device.
+    """Let a model, whose adapters have values, use the parameters of another where its own are on meta.
 
-    Args:
-        model: a model whose adapters have values.
-        owner: a model of the same architecture, with other adapters.
+    `owner` is of the same architecture, with other adapters.
     """
     held = base_parameters(owner, with_tied=True)
     for path, weight in list(model.named_parameters(remove_duplicate=False)):
@@ -323,9 +313,7 @@ def write_adapter(
     paths.
 
     Args:
-        directory: made if necessary.
         config: what `saved_peft_config` returned.
-        head: the kind of the model's head.
         weights: adapters and a scalar head's weights by name, whole.
         rounding: what `rounding_of` returned.
     """

@@ -1,5 +1,7 @@
 """Calls of attention kernels. All attention of the backends and of the embedded engine is computed here.
 
+Kernels know no sinks: `attention_sinks` makes results with sinks of theirs.
+
 `hflow.types.kernels` chooses the kernel; `num_calls` counts the calls of each. After
 `torch.use_deterministic_algorithms` all of them add in a fixed order, also in the backward pass: torch's own
 by themselves, and flash-attn's because it is asked to. flash-attn-3 is not chosen then.
@@ -19,11 +21,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from hflow.base.devices import has_cuda_api, is_gpu
-from hflow.base.errors import BackendError
+from hflow.models.attention_sinks import CpuKernel, EfficientKernel, VarlenKernel, attend_with_sinks
 from hflow.models.dtypes import SAVED_DTYPES
 from hflow.types.kernels import (
     FLASH_MODULES,
@@ -108,7 +111,7 @@ def varlen_attention(
     The last query of a sequence attends to all of its keys, the one before it to all but the last, and so on.
 
     Args:
-        kernel: `FLASH_ATTN_3`, `FLASH_ATTN` or `VARLEN`.
+        kernel: `FLASH_ATTN_3`, `FLASH_ATTN` or `VARLEN`, which computes sinks in place of the others.
         q: queries.
         k: keys.
         v: values `[K, G, w]`; w is at most d, and smaller in latent attention.
@@ -116,16 +119,16 @@ def varlen_attention(
         longest: most queries, and most keys of a sequence.
         scaling: factor of the scores; None for `d ** -0.5`.
         reach: what queries attend to.
-
-    Raises:
-        BackendError: if heads have sinks.
     """
     if reach.sinks is not None:
-        raise BackendError(f"{kernel} does not compute attention with sinks; set dtype=fp32")
+        kernel = AttentionKernel.VARLEN  # see `packed_kernel`
     num_calls[kernel] += 1
     width, reached = v.shape[-1], (-1 if reach.window is None else reach.window - 1, 0)
     if width < q.shape[-1]:  # all of the kernels take one head size
         v = pad(v, (0, q.shape[-1] - width))
+    if reach.sinks is not None:
+        packed = VarlenKernel(cumulative, longest, scaling, reached)
+        return attend_with_sinks(q, k, v, reach.sinks, packed)[..., :width]
     if kernel in FLASH_MODULES:
         flash = _flash_kernel(kernel)
         out: Tensor = flash(
@@ -148,7 +151,7 @@ def varlen_attention(
 
 
 def padded_attention(
-    q: Tensor, k: Tensor, v: Tensor, scaling: float | None, mask: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, scaling: float | None, mask: Tensor | None = None, reach: Reach = CAUSAL
 ) -> Tensor:
     """Compute attention of sequences of one length.
 
@@ -158,6 +161,7 @@ def padded_attention(
         v: values `[S, G, M, w]`; w is at most d, and smaller in latent attention.
         scaling: factor of the scores; None for `d ** -0.5`.
         mask: additive mask, or one of `torch.nn.attention.bias`; None for causal attention, where L is M.
+        reach: the sinks, with which a mask is additive, and the window, which a mask has too.
 
     Returns:
         `[S, H, L, w]`.
@@ -170,6 +174,10 @@ def padded_attention(
     if num_shared > 1 and is_gpu(q.device.type) and q.dtype is torch.float32:
         # No fused kernel has grouped queries in fp32, and the other one stores all scores.
         k, v = (x.repeat_interleave(num_shared, dim=1) for x in (k, v))
+    if reach.sinks is not None:
+        on_gpu = is_gpu(q.device.type)
+        kernel = EfficientKernel(scaling, reach.window) if on_gpu else CpuKernel(scaling, mask)
+        return attend_with_sinks(q, k, v, reach.sinks[:, None], kernel)[..., :width]
     out = scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
     )
@@ -181,8 +189,7 @@ def reaching_attention(
 ) -> Tensor:
     """Compute causal attention of sequences of one length: as `padded_attention`, with L <= M.
 
-    The last query sees all keys, the one before it all but the last, and so on. A sink is a key of zeros,
-    behind the others, whose score is in the mask. It has no value.
+    The last query sees all keys, the one before it all but the last, and so on.
 
     Args:
         q: queries `[S, H, L, d]`.
@@ -190,19 +197,15 @@ def reaching_attention(
         v: values, as keys.
         scaling: factor of the scores; None for `d ** -0.5`.
         reach: what queries attend to.
-        mask: the mask `[L, M]` without windows and sinks, as in `padded_attention`, if L is less than M.
+        mask: the mask `[L, M]` without windows, as in `padded_attention`, if L is less than M.
     """
     (window, sinks), num, length = reach, q.shape[2], k.shape[2]
-    if sinks is None and (window is None or window >= length):
-        assert num == length or mask is not None, "fewer queries than keys need a mask"
-        return padded_attention(q, k, v, scaling, mask)
-    positions = torch.arange(length - num, length, device=q.device)
-    mask = additive_mask(positions, length, q.dtype, window).view(1, 1, num, length)
-    if sinks is not None:
-        k, v = (pad(x, (0, 0, 0, 1)) for x in (k, v))
-        heads = (1, len(sinks), num, -1)
-        mask = torch.cat((mask.expand(heads), sinks.to(q.dtype).view(1, -1, 1, 1).expand(heads)), dim=-1)
-    return padded_attention(q, k, v, scaling, mask)
+    window = None if window is None or window >= length else window
+    assert num == length or mask is not None, "fewer queries than keys need a mask"
+    if window is not None or (sinks is not None and isinstance(mask, CausalBias)):
+        positions = torch.arange(length - num, length, device=q.device)
+        mask = additive_mask(positions, length, q.dtype, window).view(1, 1, num, length)
+    return padded_attention(q, k, v, scaling, mask, Reach(window, sinks))
 
 
 def decode_attention(
@@ -216,8 +219,8 @@ def decode_attention(
 ) -> Tensor:
     """Compute attention of one query per sequence over its cached tokens, which are in pages of P tokens.
 
-    Shapes alone say what is launched, so that a CUDA graph can hold it. Without a kernel that reads pages,
-    these are copied to one piece per sequence.
+    Shapes alone say what is launched, so that a CUDA graph can hold it. Without a kernel that reads pages, as
+    for values of another size, these are copied to one piece per sequence.
 
     Args:
         q: queries `[S, H, d]`.
@@ -226,15 +229,14 @@ def decode_attention(
         table: int32 `[S, N]`: the pages of each sequence, in order. Those behind its tokens are not read.
         lengths: int32 `[S]`, at least 1: the cached tokens of each sequence, its last one included.
         scaling: factor of the scores.
-        reach: what hflow's kernel does not compute, as it does no values of another size.
+        reach: what queries attend to.
 
     Returns:
         `[S, H, d]`.
     """
-    is_plain = reach.window is None and reach.sinks is None and v.shape == k.shape
-    if is_plain and (kernels := triton_kernels(q.device)) is not None:
+    if v.shape == k.shape and (kernels := triton_kernels(q.device)) is not None:
         num_calls[AttentionKernel.TRITON] += 1
-        attended: Tensor = kernels.triton_decode_attention(q, k, v, table, lengths, scaling)
+        attended: Tensor = kernels.triton_decode_attention(q, k, v, table, lengths, scaling, reach)
         return attended
     k, v = (x[table].transpose(1, 2).flatten(2, 3) for x in (k, v))
     mask = additive_mask(lengths - 1, k.shape[2], q.dtype, reach.window)

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hflow.models.attention_kernels import StoredHeads
+from hflow.models.attention_kernels import CAUSAL, Reach, StoredHeads
 
 _NUM_TOKENS = 64
 """Cached tokens that a program reads at once."""
@@ -37,7 +37,13 @@ _WIDE_ROW = 4096
 
 
 def triton_decode_attention(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, scaling: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    scaling: float,
+    reach: Reach = CAUSAL,
 ) -> Tensor:
     """Compute attention of one query per sequence; see `attention_kernels.decode_attention`."""
     num_sequences, num_heads, head_dim = q.shape
@@ -46,13 +52,15 @@ def triton_decode_attention(
     out = torch.empty_like(q)
     strides = (table.stride(0), *q.stride()[:2], *k.stride()[:3], *v.stride()[:3], *out.stride()[:2])
     _attend[(num_sequences, num_kv_heads)](
-        *(q, k, v, table, lengths, out, scaling, *strides),
+        *(q, k, v, table, lengths, q if reach.sinks is None else reach.sinks, out, scaling, *strides),
         num_shared=num_shared,
         num_rows=max(_MIN_ROWS, triton.next_power_of_2(num_shared)),
         head_dim=head_dim,
         num_columns=max(_MIN_ROWS, triton.next_power_of_2(head_dim)),
         num_tokens=_NUM_TOKENS,
         page_tokens=k.shape[2],
+        window=reach.window or 0,
+        has_sinks=reach.sinks is not None,
     )
     return out
 
@@ -153,6 +161,7 @@ def _attend(  # type: ignore[no-untyped-def]
     v,
     table,
     lengths,
+    sinks,
     out,
     scaling,
     table_sequence,
@@ -172,8 +181,13 @@ def _attend(  # type: ignore[no-untyped-def]
     num_columns: tl.constexpr,
     num_tokens: tl.constexpr,
     page_tokens: tl.constexpr,
+    window: tl.constexpr,
+    has_sinks: tl.constexpr,
 ):
-    """Attend with the query heads of one sequence (program axis 0) that share one key head (axis 1)."""
+    """Attend with the query heads of one sequence (program axis 0) that share one key head (axis 1).
+
+    A window of 0 is none. A sink is the score with which a sum begins, without a value.
+    """
     sequence = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     length = tl.load(lengths + sequence)
@@ -188,10 +202,16 @@ def _attend(  # type: ignore[no-untyped-def]
     page_at = table + sequence * table_sequence
     largest = tl.full([num_rows], float("-inf"), tl.float32)
     total = tl.zeros([num_rows], tl.float32)
+    if has_sinks:
+        largest = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32)
+        total += 1.0
     attended = tl.zeros([num_rows, num_columns], tl.float32)
-    for first in range(0, length, num_tokens):
+    start = 0
+    if window > 0:
+        start = tl.maximum(length - window, 0)
+    for first in range(start // num_tokens * num_tokens, length, num_tokens):
         position = first + token
-        is_token = position < length
+        is_token = (position >= start) & (position < length)
         page = tl.load(page_at + position // page_tokens, mask=is_token, other=0).to(tl.int64)
         offset = position % page_tokens
         is_key, is_value = is_column[:, None] & is_token[None, :], is_token[:, None] & is_column[None, :]

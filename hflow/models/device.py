@@ -14,10 +14,7 @@ warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecat
 
 
 def local_device(name: str) -> torch.device:
-    """Return this process's device: the CPU, or the current one of an accelerator.
-
-    Args:
-        name: `cpu`, `cuda`, or another accelerator that torch knows.
+    """Return this process's device: the CPU, or the current one of an accelerator that torch knows.
 
     Raises:
         BackendError: if there is no such device.

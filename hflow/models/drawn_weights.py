@@ -31,10 +31,8 @@ def parameters_on_meta(keep: Callable[[Tensor, Tensor], None] | None = None) -> 
     """Let modules that are built now have their parameters on the meta device.
 
     Their buffers are real, unlike under `torch.device("meta")`: a checkpoint does not hold those that a model
-    computes, such as the frequencies of rotary embeddings.
-
-    Args:
-        keep: is called with each parameter on the meta device and the values that it had.
+    computes, such as the frequencies of rotary embeddings. `keep` is called with each parameter on the meta
+    device and the values that it had.
     """
     register = nn.Module.register_parameter
 
@@ -57,10 +55,6 @@ def drawn_weights(config: PreTrainedConfig, seed: int) -> Iterator[tuple[str, Te
 
     These are the weights that transformers gives the model after `torch.manual_seed(seed)`. torch draws other
     numbers in other dtypes, so cast what is yielded.
-
-    Args:
-        config: the model's config.
-        seed: the seed of its random weights.
     """
     recorder = _Recorder()
     with parameters_on_meta(recorder.keep), recorder:
@@ -146,11 +140,9 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **options)
 
     def replay(self, parameters: dict[str, nn.Parameter], seed: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield parameters with their values, each when it is complete.
+        """Yield parameters, by name on the meta device, with their values, each when it is complete.
 
-        Args:
-            parameters: name -> parameter on the meta device. What others draw is drawn, and not kept.
-            seed: the seed of the draws.
+        What others draw is drawn, and not kept.
         """
         generator = torch.Generator().manual_seed(seed)
         names = {_key(weight): name for name, weight in parameters.items()}

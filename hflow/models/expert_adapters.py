@@ -32,25 +32,16 @@ class ExpertAdapter(nn.Module):
     """The adapters of one parameter of experts, `[N, O, I]`."""
 
     def __init__(self, a: Tensor, b: Tensor, scale: float) -> None:
-        """Take the weights.
-
-        Args:
-            a: `[N, r, I]`.
-            b: `[N, O, r]`.
-            scale: the factor of the adapters' output.
-        """
+        """Take weights `[N, r, I]` and `[N, O, r]`, and the factor of the adapters' output."""
         super().__init__()
         self.lora_A, self.lora_B = nn.Parameter(a), nn.Parameter(b)
         self._scale = scale
         self._disable_adapters = False  # as peft's modules have it
 
     def forward(self, x: Tensor, output: Tensor, multiply: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """Add the adapters' output to that of the matrices, in place.
+        """Add the adapters' output for `x`, `[R, I]`, to that of the matrices, `[R, O]`, in place.
 
-        Args:
-            x: `[R, I]`.
-            output: `[R, O]`.
-            multiply: multiplies the rows of each expert by its matrix, `[R, I]`, `[N, O, I]` -> `[R, O]`.
+        `multiply` multiplies the rows of each expert by its matrix, `[R, I]`, `[N, O, I]` -> `[R, O]`.
         """
         if self._disable_adapters:
             return output
@@ -82,14 +73,7 @@ def experts_of(model: nn.Module) -> list[Any]:
 
 
 def add_expert_adapters(model: nn.Module, targets: Iterable[str], r: int, scale: float) -> None:
-    """Add adapters to experts in place, on the CPU.
-
-    Args:
-        model: the HF model.
-        targets: some of `EXPERT_TARGETS`.
-        r: the adapters' rank.
-        scale: the factor of the adapters' output.
-    """
+    """Add adapters of rank `r` to experts in place, on the CPU; targets are some of `EXPERT_TARGETS`."""
     names = [target.removeprefix(_MODULE) for target in EXPERT_TARGETS if target in set(targets)]
     for experts in experts_of(model) if names else ():
         experts.adapters = nn.ModuleDict(
@@ -101,11 +85,7 @@ def add_expert_adapters(model: nn.Module, targets: Iterable[str], r: int, scale:
 def _forward(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     """Compute experts with adapters, as `grouped_mm_experts_forward` of transformers does without.
 
-    Args:
-        experts: the module.
-        hidden: `[U, D]`.
-        index: each token's experts, `[U, K]`.
-        weights: by which the outputs of these are multiplied, `[U, K]`.
+    Hidden states are `[U, D]`, each token's experts and their weights `[U, K]`.
     """
     per_token = index.shape[1]
     chosen, order = index.flatten().sort()

@@ -70,10 +70,8 @@ class BalancedTokens:
         Their backward pass adds the gradient of the layer's loss to that of the logits.
 
         Args:
-            layer: index among the L layers.
             weights: the router's weights `[U, K]`.
             logits: what it computes them from, `[U, N]`.
-            index: the chosen experts, `[U, K]`.
             score: what makes probabilities of logits: `softmax`, or `sigmoid`, divided by their sum.
         """
         gradient = self._observe(layer, logits.detach(), index, score)
@@ -173,7 +171,6 @@ class ExpertBalance:
         """Lay out a micro-batch.
 
         Args:
-            batch: the micro-batch.
             sharing: which of its tokens are computed once; None: every token is computed.
             shares: `[S]`, the share of each sequence in means over sequences; 0 where nothing is learned.
             counted: what `total` returned for the minibatch, if `counts_first` and it has been counted.

@@ -55,10 +55,7 @@ class ReplayedExperts:
 def replayed_experts(batch: Batch, sharing: PrefixSharing | None, device: torch.device) -> ReplayedExperts:
     """Move the engine's choice for the computed tokens of a batch to the device.
 
-    Args:
-        batch: has `routed_experts`, `[T, L * K]`.
-        sharing: which of its tokens are computed once; None: every token is computed.
-        device: the model's device.
+    The batch has `routed_experts`, `[T, L * K]`. Without `sharing` every token is computed.
     """
     rows = np.asarray(get_column(batch, ROUTED_EXPERTS).values)
     num_tokens = is_recorded(rows).astype(np.int64)
@@ -69,13 +66,10 @@ def replayed_experts(batch: Batch, sharing: PrefixSharing | None, device: torch.
 
 
 def choose_experts(ranks: Tensor, per_token: int, replayed: ReplayedExperts | None, layer: int) -> Tensor:
-    """Return each token's experts: `[U, K]`.
+    """Return each token's experts, `[U, K]`: those of the largest ranks, `[U, N]`, or the engine's choice.
 
-    Args:
-        ranks: what the router ranks experts by, such as their probabilities, `[U, N]`.
-        per_token: K.
-        replayed: the engine's choice; None: the K experts of the largest ranks.
-        layer: index among the L layers.
+    The ranks are what the router ranks experts by, such as their probabilities. `layer` is an index among the
+    L layers.
     """
     own = ranks.topk(per_token, dim=-1).indices
     if replayed is None:

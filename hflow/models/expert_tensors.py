@@ -28,13 +28,7 @@ _FUSED_B = f"{_FUSED}.{B}"
 
 
 def file_names(family: str, name: str, num_experts: int) -> list[str]:
-    """Return the names in a checkpoint of the tensors that a stacked one consists of.
-
-    Args:
-        family: `model_type` of the model.
-        name: a tensor's name.
-        num_experts: the number of experts that it stacks.
-    """
+    """Return the names in a checkpoint of the tensors that a stack of `num_experts` consists of."""
     names = EXPERT_FAMILIES.get(family)
     if names is None:
         return [name]
@@ -81,13 +75,9 @@ def file_tensors(family: str, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read_stacked(family: str, stored: Mapping[str, Any], name: str, box: tuple[slice, ...]) -> Tensor:
-    """Read a box of a tensor from a checkpoint, of which only that part is read.
+    """Read a box of hflow's tensor from a checkpoint, of which only that part is read.
 
-    Args:
-        family: `model_type` of the model.
-        stored: the checkpoint's tensors, as slices that are read when they are indexed.
-        name: the name of hflow's tensor.
-        box: the range on each axis.
+    `stored` has the checkpoint's tensors, as slices that are read when they are indexed.
     """
     experts, *others = box
     if not is_stacked(name):
@@ -101,9 +91,7 @@ def read_stacked(family: str, stored: Mapping[str, Any], name: str, box: tuple[s
 def stacked_views(family: str, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a transformers module under hflow's names, as views.
 
-    Args:
-        family: `model_type` of the module.
-        named: the experts' tensors by name, or parts of them that are whole on all axes but the first.
+    `named` may be parts of tensors that are whole on all axes but the first.
     """
     for name, tensor in named:
         if family in EXPERT_FAMILIES and name.endswith((_FUSED, _FUSED_B)):

@@ -74,12 +74,7 @@ def auto_model(config: PreTrainedConfig) -> Any:
 
 
 def attention_names(config: PreTrainedConfig, name: str) -> str | dict[str, str]:
-    """Return `attn_implementation` for a model whose language model has an attention of ours.
-
-    Args:
-        config: the model's config.
-        name: the attention's name.
-    """
+    """Return `attn_implementation` for a model whose language model has an attention of ours."""
     return name if family_of(config) is None else {"text_config": name, "vision_config": TOWER}
 
 

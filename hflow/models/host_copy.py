@@ -108,9 +108,7 @@ class HostCopies:
     def pin(self, sizes: Iterable[int], source: torch.device) -> None:
         """Begin to pin memory on a thread, so that the first copies from a device do not wait for it.
 
-        Args:
-            sizes: the bytes of these copies. Further ones pin memory when they are made.
-            source: the device.
+        `sizes` are the bytes of these copies. Further ones pin memory when they are made.
         """
         num_bytes = sum(map(_aligned, sizes))
         if num_bytes and is_gpu(source.type):

@@ -76,13 +76,7 @@ class _HostTensor:
     """
 
     def __init__(self, copies: _Copies, x: Tensor, before: _HostTensor | None) -> None:
-        """Start copying a tensor to the host.
-
-        Args:
-            copies: the streams and the host memory.
-            x: the tensor.
-            before: what was saved before it, and is thus needed after it.
-        """
+        """Start copying a tensor to the host; `before` was saved before it, and is thus needed after it."""
         self._copies, self._before = copies, before
         self._buffer = copies.take_buffer(x.nbytes)
         self._host = self._buffer[: x.nbytes].view(x.dtype).view(x.shape)
@@ -174,7 +168,6 @@ class HostOffload:
 
     Args:
         offload: what is in host memory while nothing uses it.
-        weights: the model's weights.
         optimizer: what only training and saving use, such as moments and master weights.
         gradients: buffers of gradients that exist between steps. Their values are not kept.
         base: another model's, whose weights this one uses as well.
@@ -225,12 +218,7 @@ class HostOffload:
 
 
 class _Part:
-    """Tensors that are offloaded together.
-
-    Args:
-        tensors: returns them.
-        keeps_values: whether values are copied; otherwise they are undefined when the tensors come back.
-    """
+    """Tensors that are offloaded together; without `keeps_values`, their values are then undefined."""
 
     def __init__(self, tensors: Tensors, keeps_values: bool = True) -> None:
         self._tensors = tensors

@@ -83,13 +83,9 @@ def is_fetched(path: str) -> bool:
 
 
 def pinned_path(path: str, key: str) -> str:
-    """Return a path with the commit that it means now, where it names a model of the Hub.
+    """Return a directory, or the path of a model of the Hub with the commit that it means now.
 
     The model's description is in the cache afterwards.
-
-    Args:
-        path: a directory or a model of the Hub.
-        key: the key of the configuration, for messages.
 
     Raises:
         ConfigError: if there is no such model or revision, it may not be read, or the Hub is not reached and
@@ -104,10 +100,7 @@ def pinned_path(path: str, key: str) -> str:
 
 
 def local_directory(path: str) -> Path:
-    """Return the directory of a model on this machine, which exists if its files have been fetched.
-
-    Args:
-        path: a directory, or a pinned model of the Hub.
+    """Return a directory, or that of a pinned model of the Hub, which exists if its files were fetched.
 
     Raises:
         ConfigError: for an adapter without the weights that it was trained beside.
@@ -222,10 +215,7 @@ def has_weights(path: str) -> bool:
 
 
 def make_private_model(name: str) -> None:
-    """Make a model on the Hub that only its owner sees, unless there is one of this name.
-
-    Args:
-        name: `OWNER/NAME`.
+    """Make a model `OWNER/NAME` on the Hub that only its owner sees, unless there is one of this name.
 
     Raises:
         ConfigError: if the account may not write it, or the Hub is not reached.

@@ -44,12 +44,9 @@ def base_of(directory: Path) -> tuple[str, str]:
 
 
 def merged_directory(directory: Path, base: Path, *, base_may_change: bool) -> Path:
-    """Return the directory of an adapter's merged model in this machine's cache, which may not exist yet.
+    """Return the directory of an adapter's merged model in the cache, which may not exist yet.
 
-    Args:
-        directory: the adapter's.
-        base: the directory of the weights beside it.
-        base_may_change: whether its name does not say what is in it.
+    `base` has the weights beside it. `base_may_change` says that its name does not say what is in it.
     """
     digest = hashlib.blake2b(f"{resolved(base)}\n".encode(), digest_size=8)
     for place in (directory, base) if base_may_change else (directory,):
@@ -71,10 +68,7 @@ def write_description(directory: Path, base: Path, out: Path) -> None:
 def write_merged(directory: Path, base: Path, out: Path) -> None:
     """Write the model of a saved adapter as Hugging Face files, in the dtype of its base, with the tokenizer.
 
-    Args:
-        directory: what a checkpoint has of a model with adapters, or any adapter that peft saved.
-        base: the directory of the weights beside it.
-        out: made if necessary.
+    The adapter is a checkpoint's of a model, or any that peft saved, beside the weights of `base`.
 
     Raises:
         ConfigError: if peft is missing.

@@ -102,13 +102,10 @@ class PackedLayout:
         dtype: torch.dtype,
         sharing: PrefixSharing | None = None,
     ) -> PackedLayout:
-        """Lay out sequences.
+        """Lay out sequences of lengths int64 `[S]`, each at least 1, on the host.
 
-        Args:
-            lengths: int64 `[S]` on the host, each at least 1.
-            device: the model's device.
-            dtype: the dtype of q, k and v, on which the kernel depends.
-            sharing: the rows of shared prefixes; None if there are none.
+        The kernel depends on the dtype of q, k and v. `sharing` has the rows of shared prefixes; None if
+        there are none.
         """
         kernel = kernel_of(torch.device(device), dtype)
         pads = kernel is AttentionKernel.SDPA
@@ -201,7 +198,8 @@ def packed_attention(
     if packed_layout is None:
         raise BackendError(f"{type(module).__name__} was called without packed_layout")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attend(q, k, v, packed_layout, scaling, reach)[None], None
+    # The output has the order of q in memory. If that is not `[T, H, d]`, it is copied later, and kept twice.
+    return attend(q.contiguous(), k, v, packed_layout, scaling, reach)[None], None
 
 
 def reach_of(module: nn.Module, arguments: Mapping[str, Any]) -> Reach:
@@ -230,9 +228,6 @@ def attend(
     """Compute causal attention within each sequence: q `[U, H, d]` -> `[U, H, d]`.
 
     k and v have H heads or a divisor of H. Without shared prefixes, U is T.
-
-    Raises:
-        BackendError: if heads have sinks, and the kernel takes sequences as they are.
     """
     shared = layout.shared
     if layout.kernel is AttentionKernel.SDPA:
@@ -333,7 +328,6 @@ def _padded_layout(
         queries: int64 `[S]`, the own tokens of each sequence.
         keys: int64 `[S]`, all of its tokens.
         row_of_key: the row of each of them; None if these are the rows in order.
-        device: the device of the tables.
 
     Returns:
         The layout, and the row of each slot of keys.

@@ -20,14 +20,9 @@ def request_seed(seed: int, num_tokens: int) -> int:
 
     A sample makes several requests: one for each turn, and one more after each interruption. Each begins at
     another position, so no two of them draw with the same random numbers, and each is the same in every run.
-    An engine that draws each token from (seed, position) needs no such seed.
-
-    Args:
-        seed: the sample's (`SamplingParams.seed`), of any size and sign.
-        num_tokens: tokens before the first one to draw, those drawn before an interruption included.
-
-    Returns:
-        A number of 63 bits.
+    An engine that draws each token from (seed, position) needs no such seed. The seed of the sample,
+    `SamplingParams.seed`, has any size and sign; the result has 63 bits. `num_tokens` are those before the
+    first one to draw, those drawn before an interruption included.
     """
     digest = hashlib.blake2b(f"{seed}/{num_tokens}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

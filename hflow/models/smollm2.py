@@ -32,9 +32,6 @@ def directory() -> Path:
 def fetch(key: str) -> Path:
     """Return the directory of the checkpoint, which the first call on a machine writes. It takes a minute.
 
-    Args:
-        key: the key of the configuration that names the model, for messages.
-
     Raises:
         ConfigError: if the package is missing or another one, or the cache cannot be written.
     """

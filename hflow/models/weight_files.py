@@ -22,10 +22,6 @@ _DTYPES = ("F64", "F32", "F16", "BF16")
 def open_weight_files(path: Path, files: ExitStack) -> dict[str, Any]:
     """Return every tensor of a checkpoint as a slice that is read when it is indexed.
 
-    Args:
-        path: the checkpoint's directory.
-        files: closes the files.
-
     Raises:
         BackendError: for weights that cannot be read, or are not floating-point numbers; names the file.
     """
@@ -49,12 +45,7 @@ def open_weight_files(path: Path, files: ExitStack) -> dict[str, Any]:
 
 
 def check_weight_files(path: Path, family: str, expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Check that a checkpoint can be read and has the model's tensors.
-
-    Args:
-        path: the checkpoint's directory.
-        family: `model_type` of the model.
-        expected: the shape of each tensor under hflow's names; empty if they are not known.
+    """Check that a checkpoint can be read and has the model's tensors, if their shapes are expected.
 
     Raises:
         BackendError: for weights that cannot be read, or that do not fit.
@@ -107,11 +98,7 @@ def check_tensors(
 ) -> None:
     """Check that a checkpoint has exactly the model's tensors.
 
-    Args:
-        path: the checkpoint.
-        missing: tensors of the model that the checkpoint lacks.
-        unknown: tensors of the checkpoint that the model lacks.
-        misshapen: tensors whose shapes differ.
+    `missing` are tensors of the model that the checkpoint lacks; `unknown` ones, the model.
 
     Raises:
         BackendError: if there is any such tensor; names the first ones.

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hflow.dsl import checked_by
+from hflow.dsl import checked_by, warned_by
 from hflow.dsl.bodies import BodyCheck
 from hflow.dsl.lazy import algo
 from hflow.types import Metrics, Output, PerSequence, PerToken, SeparateSequences, Sequences, Tensor
@@ -71,6 +71,29 @@ def more_than_zero(*names: str) -> BodyCheck:
         return None
 
     return check
+
+
+def one_update(knobs: Mapping[str, Any]) -> bool:
+    """Return whether a step has one update, in which the model is still that of the start of the step."""
+    return bool(knobs["minibatches"] * knobs["epochs"] == 1)
+
+
+def warn_of_idle(knobs: Mapping[str, Any], defaults: Mapping[str, Any], of: str) -> str | None:
+    """Return a warning of knobs that are set though a step's only update does not need them.
+
+    Args:
+        knobs: the knobs and the decorator's options.
+        defaults: the defaults of these knobs.
+        of: what they bound, and its value in that update.
+    """
+    names = [name for name, default in defaults.items() if knobs[name] not in (None, default)]
+    if not names or not one_update(knobs):
+        return None
+    shown = " and ".join(f"{name}={knobs[name]}" for name in names)
+    return (
+        f"hardly anything depends on {shown} with one update per step, as {of} but for rounding. Set "
+        f"minibatches or epochs above 1, or remove {' and '.join(names)}"
+    )
 
 
 def clip_fractions(low: Tensor, high: Tensor) -> dict[str, Tensor]:
@@ -225,6 +248,8 @@ def _with_shared(shared: Body, check: BodyCheck | None, surrogate: Surrogate) ->
     body.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()} | {"return": returns}
     body.__doc__ = _joined_doc(surrogate, shared, signature.parameters)
     defaults = {p.name: p.default for p in common}
+    of_ratio = {p.name: p.default for p in own if p.name in _OF_RATIO}
+    warned_by(functools.partial(_warning, of_ratio))(body)
     return checked_by(functools.partial(_problem, defaults, check))(body)
 
 
@@ -266,6 +291,16 @@ def _problem(
         or _out_of_bounds(knobs)
         or _no_reference(knobs, reads)
     )
+
+
+_OF_RATIO = ("clip", "clip_high", "dual_clip", "tau_positive", "tau_negative")
+"""Knobs of surrogates that change no gradient where theta is prox."""
+
+
+def _warning(of_ratio: Mapping[str, Any], knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
+    if knobs["prox"] == "none":  # ratios are relative to the engine
+        return None
+    return warn_of_idle(knobs, of_ratio, "the ratio theta / prox is 1")
 
 
 def _weight_problem(default_cap: float, knobs: Mapping[str, Any]) -> str | None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
-from hflow.dsl import checked_by, first_pass, train
+from hflow.dsl import checked_by, first_pass, train, warned_by
 from hflow.dsl.lazy import algo
 from hflow.nodes.policy_loss import (
     PolicyBatch,
     clip_fractions,
     more_than_zero,
+    one_update,
     sequence_loss,
     token_loss,
+    warn_of_idle,
 )
 from hflow.types import Metrics, Output, PerGroup, PerSequence, PerToken, SeparateSequences, Sequences, Tensor
 
@@ -199,10 +201,18 @@ def vespo_train(
     return loss, {"phi": phi}
 
 
+def _idle_penalty(knobs: Mapping[str, Any]) -> str | None:
+    if one_update(knobs) and knobs["prox"] != "none":
+        return (
+            "its penalty has no effect with one update per step, where theta is prox. Set minibatches above 1"
+        )
+    return None
+
+
 def _check_dro(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
     if knobs["dro_beta"] is None:
         return "it needs dro_beta. Set it, for example to 0.1"
-    return more_than_zero("dro_beta")(knobs, reads)
+    return more_than_zero("dro_beta")(knobs, reads) or _idle_penalty(knobs)
 
 
 @train(reduce="token-mean")
@@ -361,11 +371,7 @@ def most_covariant(
 def _check_kl_cov(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
     if problem := more_than_zero("cov_kl_coef")(knobs, reads):
         return problem
-    if knobs["minibatches"] * knobs["epochs"] == 1 and knobs["prox"] != "none":
-        return (
-            "its penalty has no effect with one update per step, where theta is prox. Set minibatches above 1"
-        )
-    return _check_share(knobs, reads)
+    return _idle_penalty(knobs) or _check_share(knobs, reads)
 
 
 @train(reduce="token-mean")
@@ -441,8 +447,13 @@ def _check_critic_loss(knobs: Mapping[str, Any], reads: Collection[str]) -> str 
     return None
 
 
+def _warn_critic_loss(knobs: Mapping[str, Any], reads: Collection[str]) -> str | None:
+    return warn_of_idle(knobs, {"clip": 0.2}, "the values are those of its start")
+
+
 @train(reduce="token-mean")
 @checked_by(_check_critic_loss)
+@warned_by(_warn_critic_loss)
 def critic_train(
     out: Output,
     values: PerToken,

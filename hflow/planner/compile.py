@@ -36,7 +36,6 @@ from hflow.planner.search import (
     PeriodFunction,
     chosen_layouts,
     decide_layouts,
-    fits,
     nearest_fit,
     throttles,
 )
@@ -56,8 +55,6 @@ def compile_plan(
     """Decide where every node runs, in which order, and by which rules its data moves.
 
     Args:
-        graph: a checked graph.
-        request: the cluster, where each model runs, and the settings of the run.
         candidates: placements that were compared, if the planner has chosen this one.
         backend: the training backend that was chosen, with the reason.
         with_limits: whether to find the settings that make a step longer than necessary (`Forecast.limits`).
@@ -78,10 +75,7 @@ def compile_plan(
     chosen = frozenset(dict(reasons)) if searched is None else chosen_layouts(graph, searched)
     plan = _with_caches(_with_rows(structure, request), request)
     check_zero_stages(plan, request, asked.free)
-    unrunnable = unrunnable_reasons(
-        plan, request, chosen=chosen, fits=lambda settings: fits(graph, asked, settings)
-    )
-    plan = dataclasses.replace(plan, unrunnable=unrunnable)
+    plan = dataclasses.replace(plan, unrunnable=unrunnable_reasons(plan, request, chosen=chosen))
     estimates = build_forecast(plan, request)
     estimates = dataclasses.replace(estimates, layouts=reasons, candidates=candidates, backend=backend)
     if simulate is not None and (candidates or with_limits or is_gpu(plan.cluster.device)):

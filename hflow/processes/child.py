@@ -29,7 +29,6 @@ class ChildProcess:
     all of its children can be killed at once.
 
     Args:
-        name: what it is, for errors.
         module: the module that it runs. Its first argument is the file descriptor of the connection.
         advice: what to do when it ends without an error in its log.
         log: the file to which what it prints is appended; None: one in `directory`.

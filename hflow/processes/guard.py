@@ -100,11 +100,7 @@ def continue_stopped(*pids: int) -> None:
 
 
 def reap() -> dict[int, int]:
-    """Remove this process's children that have ended.
-
-    Returns:
-        Their ids -> their exit codes, which are negative for signals.
-    """
+    """Remove this process's children that have ended; return ids -> exit codes, negative for signals."""
     ended = {}
     with suppress(ChildProcessError):
         while (child := os.waitpid(-1, os.WNOHANG))[0] != 0:

@@ -149,8 +149,7 @@ def layer_times(backend: str, kind: str) -> list[LayerTime]:
 def device_at_hand(recipe: Path = Path("recipe.py")) -> str:
     """Return the name in the hardware files of what CUDA calls its first device; `cpu` without one.
 
-    Args:
-        recipe: a recipe's file; a user's hardware files are beside it.
+    A user's hardware files are beside the recipe.
 
     Raises:
         ConfigError: if no file is for this device.
@@ -171,9 +170,7 @@ def similar_device(recipe: Path) -> Device | None:
     """Return figures with which runs on CUDA's first device can be planned; None if there are none.
 
     Those of another device with its compute capability, which decides the kernels, where it has no own ones.
-
-    Args:
-        recipe: a recipe's file; a user's hardware files are beside it.
+    A user's hardware files are beside the recipe.
     """
     known = known_devices(recipe)
     with suppress(ConfigError):
@@ -296,6 +293,7 @@ def _with_experts(found: HostTimes, shipped: HostTimes) -> HostTimes:
     return replace(
         found,
         expert_us=shipped.expert_us,
+        exchange_us=shipped.exchange_us,
         expert_launch_us=shipped.expert_launch_us,
         expert_loop_us=shipped.expert_loop_us,
     )
@@ -338,11 +336,9 @@ def _sharded_steps(
 ) -> list[ShardedTime]:
     """Return the seconds by which sharded training takes longer than the same on one rank.
 
-    Args:
-        sharded: seconds of each model's training, with the first batch on each rank.
-        calls: the calls of one rank, for each model and batch inference and training.
-        hardware: the calibration gives the seconds of copies and of the optimizer.
-        dtype: the models' dtype.
+    `sharded` has the seconds of each model's training, with the first batch on each rank; `calls` those of
+    one rank, for batch inference and training of each model. The hardware's calibration gives the seconds of
+    copies and of the optimizer.
     """
     alone, rows = calls[1 :: 2 * len(measure.BATCHES)], []
     work, passes = _work(*measure.BATCHES[0]), Passes.of(1, 2)

@@ -110,10 +110,7 @@ def held_out_error(
 ) -> float:
     """Return the mean absolute error of predictions, as a fraction of what was measured, on rows held out.
 
-    Args:
-        rows: the measurements.
-        fit: finds figures for some of them.
-        seconds: predicts those of a row, with figures.
+    `fit` finds figures for some rows; `seconds` predicts those of another row with them.
     """
     fitted, held_out = split_held_out(rows)
     found = fit(fitted)

@@ -34,12 +34,10 @@ def run_call(tool: Callable[..., Any], arguments: dict[str, Any]) -> bytes:
 
 
 def make_reply(kind: str, value: Any) -> bytes:
-    """Return a reply.
+    """Return a reply with the result, or the reason why there is none.
 
-    Args:
-        kind: `result`; `failed`, the tool's own failure; `no JSON`, its result is none; or `lost`, nothing is
-            known of the call.
-        value: the result, or the reason.
+    Its kind is `result`; `failed`, the tool's own failure; `no JSON`, its result is none; or `lost`, nothing
+    is known of the call.
     """
     return json.dumps([kind, value]).encode()
 

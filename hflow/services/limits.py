@@ -124,12 +124,9 @@ class ServiceLimits:
         return 0.0
 
     def end(self, tokens: int = 0, cost: float | None = None, pause: float = 0.0) -> None:
-        """End a request.
+        """End a request that used so many tokens; no other may begin for `pause` seconds.
 
-        Args:
-            tokens: the tokens that it used.
-            cost: the price to pay; None: it is not known, and counts as the mean of the others.
-            pause: seconds for which no other request may begin.
+        A cost of None is not known, and counts as the mean of the others.
         """
         now = self._clock()
         self._num_open -= 1

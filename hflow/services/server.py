@@ -56,7 +56,6 @@ class LimitServer:
     """Holds the limits of a run's services. It belongs to the running event loop.
 
     Args:
-        services: the services of the configuration.
         file: where the run keeps what it has spent. It is never taken back to a checkpoint, as requests that
             are made again cost again.
         host: the address of this machine at which workers reach it.

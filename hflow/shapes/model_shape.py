@@ -171,6 +171,9 @@ class TensorSpec:
     """Whether a backend may pad the axis to a multiple of its ranks (vocabulary)."""
     num_experts: int = 1
     """Number of experts that the first axis stacks; 1: the tensor is not one of experts."""
+    split_parts: int = 1
+    """Number of equal parts of the split axis, each of which has these units and is split by itself: 2 for
+    gate and up in one matrix."""
 
     @property
     def is_quantizable(self) -> bool:
@@ -384,13 +387,10 @@ def outer_targets(shape: ModelShape) -> tuple[str, ...]:
 def adapted_shape(
     shape: ModelShape, r: int, targets: Sequence[str], *, has_magnitudes: bool = False
 ) -> ModelShape:
-    """Return the shape whose tensors are a model's adapters.
+    """Return the shape whose tensors are a model's adapters of rank `r`.
 
-    Args:
-        shape: the model.
-        r: rank of the adapters.
-        targets: what has adapters, some of `adapter_targets`, `expert_targets` and `outer_targets`.
-        has_magnitudes: whether the lengths of rows are learned, too.
+    Targets are some of `adapter_targets`, `expert_targets` and `outer_targets`. With `has_magnitudes` the
+    lengths of rows are learned, too.
     """
     return replace(shape, adapter=AdapterShape(r, tuple(targets), has_magnitudes))
 
@@ -550,7 +550,7 @@ def _adapter(spec: TensorSpec, adapter: AdapterShape) -> Iterator[TensorSpec]:
     """Yield the tensors of a matrix's adapter. Tensor ranks divide inputs or outputs as the matrix's."""
     r = adapter.r
     path, (rows, columns) = spec.name.removesuffix(".weight"), spec.shape
-    whole = replace(spec, split_axis=None, split_units=1, may_repeat=False, may_pad=False)
+    whole = replace(spec, split_axis=None, split_units=1, split_parts=1, may_repeat=False, may_pad=False)
     a, b = (spec if spec.split_axis == axis else whole for axis in (1, 0))
     yield replace(a, name=f"{path}.{A}", shape=(r, columns))
     yield replace(b, name=f"{path}.{B}", shape=(rows, r))
@@ -667,9 +667,9 @@ def _mlp(shape: ModelShape, prefix: str, intermediate: int, layer: int) -> Itera
 
 
 def _fused_mlp(shape: ModelShape, prefix: str, layer: int) -> Iterator[TensorSpec]:
-    """Yield an MLP whose gate and up are one matrix, which tensor ranks would not divide in one place."""
+    """Yield an MLP whose gate and up are one matrix, of whose halves each tensor rank has a part."""
     d, f = shape.hidden, shape.intermediate
-    yield TensorSpec(f"{prefix}gate_up_proj.weight", (2 * f, d), layer, "layer", 0)
+    yield TensorSpec(f"{prefix}gate_up_proj.weight", (2 * f, d), layer, "layer", 0, f, split_parts=2)
     yield TensorSpec(f"{prefix}down_proj.weight", (d, f), layer, "layer", 1, f)
 
 

@@ -147,11 +147,9 @@ def whole_vision_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_vision_shape(config: Mapping[str, Any], output: int) -> VisionShape:
-    """Return the sizes of the tower in an HF config.
+    """Return the sizes of the tower in the HF config of a family of `PREFIXES`.
 
-    Args:
-        config: the whole config of a family of `PREFIXES`.
-        output: the hidden size of its language model.
+    `output` is the hidden size of its language model.
 
     Raises:
         ConfigError: for a size that is not a whole number of at least 1.

@@ -12,12 +12,10 @@ from hflow.trackers.interface import Tracker, TrackerKind, read_ids, write_id
 
 
 class WandbTracker(Tracker):
-    """Log to Weights & Biases: metrics, configuration and the load of this machine, and nothing else.
+    """Log to Weights & Biases, at `PROJECT` or `ENTITY/PROJECT`.
 
-    Code, output, git state and the command line stay here.
-
-    Args:
-        project: `PROJECT` or `ENTITY/PROJECT`.
+    Code, output, git state and the command line stay here. It gets metrics, configuration and the load of
+    this machine, and nothing else.
     """
 
     key = "report.wandb"

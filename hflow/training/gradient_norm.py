@@ -23,8 +23,6 @@ def total_norm(
 
     Args:
         gradients: this rank's parts, in fp32; there may be none.
-        device: this rank's device.
-        group: the ranks that have parts; None for one.
         num_copies: number of ranks that have each part.
     """
     # Without any gradient the norm is on the CPU, which NCCL cannot reduce.

@@ -38,12 +38,8 @@ class FileDivision:
     ) -> FileDivision:
         """Divide tensors so that each rank writes about the same number of bytes.
 
-        A rank writes its equal share, and at most one tensor more.
-
-        Args:
-            num_bytes: name of a tensor -> its size, in the order of the checkpoint.
-            num_ranks: the number of ranks that can write.
-            file_bytes: size that files should not exceed.
+        A rank writes its equal share, and at most one tensor more. `num_bytes` are the sizes of tensors by
+        name, in the order of the checkpoint, and `file_bytes` is the size that files should not exceed.
         """
         total = max(1, sum(num_bytes.values()))
         per_rank = _ceil_div(_ceil_div(total, num_ranks), file_bytes)
@@ -78,8 +74,6 @@ class FileDivision:
         """Write this rank's files, and return their paths. The copies of a file are freed when it is written.
 
         Args:
-            directory: the directory of the checkpoint, made if necessary.
-            copies: what this rank writes.
             head: the weights of a head that has a file of its own, without its prefix; may be empty.
             config: on the first rank, the config to save.
             saved_in: name under which a tensor is saved -> its file, for the index of several files.

@@ -91,13 +91,7 @@ class CheckpointInfo:
 
     @classmethod
     def of(cls, config: PreTrainedConfig, head: str, optimizer: StepOptimizer | None) -> CheckpointInfo:
-        """Describe a model with this HF config and head.
-
-        Args:
-            config: the HF config.
-            head: the name of the output head.
-            optimizer: the optimizer that trains the model; None if it is frozen.
-        """
+        """Describe a model with this HF config and head; a frozen model has no optimizer."""
         keys = {key: value for key, value in config.to_diff_dict().items() if key not in _IGNORED_KEYS}
         num_steps, optim = (0, None) if optimizer is None else (optimizer.num_steps, optimizer.optim)
         return cls(json.loads(json.dumps(keys, default=str)), head, num_steps, optim)
@@ -119,11 +113,7 @@ def copy_shards(
     """Copy this rank's part of a checkpoint, and return the function that writes it; a collective.
 
     Args:
-        directory: the directory of the checkpoint, in a directory that all ranks share.
         states: the boxes that this rank writes; no other rank writes them.
-        info: the same on all ranks.
-        group: the replica's ranks; None for one.
-        host: makes the copies, which are complete when `host.copying()` ends.
 
     Raises:
         BackendError: if this rank does not see the directory in which it will be.
@@ -160,8 +150,6 @@ def open_shards(
     """Open a sharded checkpoint of a model.
 
     Args:
-        directory: written by `write_shards`.
-        info: the description of the model that will load it.
         shapes: the shapes of all tensors of the model.
 
     Raises:

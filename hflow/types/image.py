@@ -12,12 +12,11 @@ from functools import cached_property
 from io import BytesIO
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from hflow.base.errors import DataError
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # numpy takes a tenth of a command's time
+    import numpy as np
+    import numpy.typing as npt
     import PIL.Image
 
 MAX_PIXELS = 1 << 26

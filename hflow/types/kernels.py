@@ -84,6 +84,7 @@ def packed_kernel(
     installed: Mapping[AttentionKernel, str],
     *,
     deterministic: bool,
+    has_sinks: bool = False,
 ) -> PackedKernel:
     """Return the kernel for packed sequences: of training, log-probs and prompts.
 
@@ -93,10 +94,15 @@ def packed_kernel(
         capability: compute capability of the device; None if it has none, or it is not known.
         installed: versions of the packages in `FLASH_MODULES` that are installed.
         deterministic: whether gradients must be equal bit for bit.
+        has_sinks: whether each head has a score for attending to nothing. The functions of the packages in
+            `FLASH_MODULES` have none, and their gradients ignore the sums of the softmax, from which results
+            with sinks could be made.
     """
     if not has_varlen_kernel(device, dtype):
         why = "the cluster is cpu" if device == "cpu" else f"{dtype} has no variable-length kernel"
         return PackedKernel(AttentionKernel.SDPA, None, why)
+    if has_sinks:
+        return PackedKernel(AttentionKernel.VARLEN, None, f"{dtype}, computes attention sinks")
     note = ""
     if (version := installed.get(AttentionKernel.FLASH_ATTN_3)) is not None:
         problem = _flash_attn_3_problem(version, capability, deterministic)
@@ -132,19 +138,14 @@ def varlen_groups_queries() -> bool:
     return version is None or Version(version).release >= (2, 12)
 
 
-def head_size_problem(kernel: str, head_size: int, has_sinks: bool = False) -> str | None:
+def head_size_problem(kernel: str, head_size: int) -> str | None:
     """Return the reason why a kernel cannot compute heads; None if it can.
 
     Args:
         kernel: a kernel for packed sequences, with or without its version.
         head_size: the size of a query.
-        has_sinks: whether each head has a score for attending to nothing.
     """
-    if kernel == AttentionKernel.SDPA:
-        return None
-    if has_sinks:
-        return f"has attention sinks, which {kernel} does not compute"
-    if head_size <= MAX_HEAD_SIZE and head_size % HEAD_SIZE_MULTIPLE == 0:
+    if kernel == AttentionKernel.SDPA or (head_size <= MAX_HEAD_SIZE and head_size % HEAD_SIZE_MULTIPLE == 0):
         return None
     return (
         f"has heads of size {head_size}, but {kernel} needs a multiple of {HEAD_SIZE_MULTIPLE} up to "
@@ -157,10 +158,6 @@ def decode_kernel(device: str, dtype: str) -> AttentionKernel:
 
     Builds of torch for CUDA install Triton. In fp32 products are twice as fast as SDPA's CPU kernel, which is
     made for many queries per sequence.
-
-    Args:
-        device: `cpu`, `cuda`.
-        dtype: the dtype of q, k and v: `fp32`, `bf16`.
     """
     if has_cuda_api(device):
         return AttentionKernel.TRITON
@@ -273,14 +270,9 @@ FP8_NEEDS = {
 def choose_kernels(
     setting: str, device: str, dtype: str, installed: TransformerEngine | None, fp8: str | None = None
 ) -> KernelChoice:
-    """Return the kernels of a model.
+    """Return the kernels of a model, by `models.NAME.kernels` and the dtype of the forward pass.
 
-    Args:
-        setting: `models.NAME.kernels`.
-        device: `cpu` or `cuda`.
-        dtype: the dtype of the forward pass, `fp32` or `bf16`.
-        installed: Transformer Engine; None if it is not installed.
-        fp8: `models.NAME.fp8`, which only Transformer Engine computes.
+    Only Transformer Engine computes `models.NAME.fp8`; `installed` is None where it is not.
     """
     if fp8 is not None:
         return KernelChoice(LayerKernels.TRANSFORMER_ENGINE, f"products in FP8, {fp8}")

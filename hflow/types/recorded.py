@@ -9,14 +9,14 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, Literal
 
 from hflow.base.errors import ReturnError
 from hflow.base.registry import Registry
 from hflow.types.units import Unit
+
+if TYPE_CHECKING:  # numpy takes a tenth of the time of a command that does not compute
+    import numpy.typing as npt
 
 RECORDED_KINDS = Registry(
     "recorded kind",
@@ -57,6 +57,8 @@ class RowFormat:
     @property
     def num_bytes(self) -> int:
         """Bytes of an entry, as far as they are known before it is recorded."""
+        import numpy as np
+
         return self.expected_bytes or math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
@@ -107,6 +109,8 @@ class RecordedKind:
         Raises:
             ReturnError: if an entry has another size.
         """
+        import numpy as np
+
         num_rows = self.num_rows(num_tokens)
         if form.is_varying:
             values = np.full(num_rows, b"", dtype=object)

@@ -11,12 +11,13 @@ followed by the ids; or 0, followed by a bit for each token, where that is short
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any
 
 from hflow.types.recorded import RecordedKind, RowFormat
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 SAMPLING_MASK = "sampling_mask"
 """The field with the tokens from which each token was drawn: bytes `[T]`."""
@@ -31,6 +32,8 @@ _DTYPES: Mapping[int, npt.DTypeLike] = {2: "<u2", 4: "<u4"}
 
 def pack_ids(ids: npt.NDArray[np.integer[Any]]) -> bytes:
     """Return the entry of a token that was drawn from the tokens `ids`, at least one."""
+    import numpy as np
+
     last = int(ids.max())
     width = 2 if last < 1 << 16 else 4
     if len(ids) * width <= last // 8 + 1:
@@ -42,6 +45,8 @@ def pack_ids(ids: npt.NDArray[np.integer[Any]]) -> bytes:
 
 def unpack_ids(entry: bytes) -> npt.NDArray[np.int32]:
     """Return the tokens of an entry; none of an empty one."""
+    import numpy as np
+
     if not entry:
         return np.empty(0, np.int32)
     width, data = entry[0], np.frombuffer(entry, np.uint8, offset=1)

@@ -18,12 +18,7 @@ SEEN = "@seen"
 
 
 class SequencesWithImages:
-    """What a model that sees needs of the sequences of a batch, beside their tokens.
-
-    Args:
-        family: the model's family.
-        config: the model's HF config.
-    """
+    """What a model that sees needs of the sequences of a batch, beside their tokens."""
 
     def __init__(self, family: VisionFamily, config: Config) -> None:
         self.family, self.config = family, config

@@ -39,11 +39,9 @@ class RowsOfImages:
     def of(
         cls, sequences: Iterable[tuple[int, Ints, Sequence[PlacedImage]]], token: int
     ) -> RowsOfImages | None:
-        """Find the images of sequences; None if there are none.
+        """Find the images of sequences, each its first row, tokens and images; None if there are none.
 
-        Args:
-            sequences: the first row of each sequence, its tokens and its images.
-            token: the image token.
+        `token` is the image token.
         """
         images: dict[str, tuple[int, ProcessedImage]] = {}
         rows, sources, num_tokens = [], [], 0
@@ -77,14 +75,7 @@ class RowsOfImages:
 def encode_images(
     backbone: nn.Module, family: VisionFamily, images: Sequence[ProcessedImage], device: torch.device
 ) -> ImageFeatures:
-    """Run the tower on images, which are normalised on the device in fp32.
-
-    Args:
-        backbone: the HF model without its head.
-        family: the model's family.
-        images: the images.
-        device: the model's device.
-    """
+    """Run the tower of an HF model without its head on images, normalised on the device in fp32."""
     colours = to_device(torch.from_numpy(np.concatenate([image.pixels for image in images])), device)
     dtype = next(family.encoder.tower(backbone).parameters()).dtype
     pixels = normalised(colours, images[0]).to(dtype)
@@ -114,19 +105,10 @@ def hidden_states(
     features: ImageFeatures | None,
     **arguments: Any,
 ) -> Tensor:
-    """Run the language model of a model that sees.
+    """Run the language model of a model that sees, on ids `[R]` and positions `[A, R]`, int64.
 
-    Args:
-        backbone: the HF model without its head.
-        family: the model's family.
-        input_ids: int64 `[R]`.
-        position_ids: int64 `[A, R]`.
-        images: the rows of images; None if there are none.
-        features: what the tower made of these images.
-        **arguments: other arguments of the language model.
-
-    Returns:
-        The last layer's output, normalised, `[R, D]`.
+    Return the last layer's output, normalised, `[R, D]`. `features` is what the tower made of the images, and
+    `arguments` are others of the language model.
     """
     made: Any = backbone
     embeddings: Tensor = made.get_input_embeddings()(input_ids)

@@ -11,21 +11,20 @@ import abc
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, cast
 
 from hflow.base.registry import Registry
 from hflow.shapes.vision_shape import ImageLoad
 from hflow.types.image import PlacedImage
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import PIL.Image
     from torch import Tensor, nn
 
 Config = Mapping[str, Any]
-Positions = npt.NDArray[np.int64]
+Positions: TypeAlias = "npt.NDArray[np.int64]"
 
 FAMILIES = Registry(
     "family of vision-language models",
@@ -176,6 +175,8 @@ class VisionFamily(abc.ABC):
         self, config: Config, input_ids: npt.NDArray[np.int64], images: Sequence[PlacedImage]
     ) -> Positions:
         """Return the position `[A, T]` of each token of a sequence."""
+        import numpy as np
+
         return np.arange(len(input_ids), dtype=np.int64)[None]
 
 

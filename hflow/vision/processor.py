@@ -8,17 +8,18 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
-
-import numpy as np
-import numpy.typing as npt
 
 from hflow.base.errors import DataError
 from hflow.base.files import read_json_object
 from hflow.data.images.files import read_image
 from hflow.types.image import Colours, Image, PlacedImage, ProcessedImage
 from hflow.vision.interface import Config, VisionFamily
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 RECENT_BYTES = 1 << 28
 """Colours of images that are kept for the next samples that have them."""
@@ -33,12 +34,7 @@ class ImageProcessor:
     """
 
     def __init__(self, family: VisionFamily, config: Config, saved: Config) -> None:
-        """Build the processor.
-
-        Args:
-            family: the model's family.
-            config: the model's HF config.
-            saved: settings of the checkpoint and the user, by transformers' names.
+        """Build the processor with settings of the checkpoint and the user, by transformers' names.
 
         Raises:
             DataError: if transformers does not take the settings.
@@ -58,10 +54,7 @@ class ImageProcessor:
         self._recent_bytes = 0
 
     def image(self, value: Any) -> ProcessedImage:
-        """Return an image as the model takes it.
-
-        Args:
-            value: an `Image`, or a data URL.
+        """Return an `Image`, or a data URL, as the model takes it.
 
         Raises:
             DataError: if it cannot be decoded, or the model takes no such image.
@@ -139,11 +132,7 @@ def place_images(
 ) -> tuple[PlacedImage, ...]:
     """Return the places of images among tokens that were encoded with them.
 
-    Args:
-        ids: the tokens.
-        images: the images, in order.
-        token: the image token.
-        offset: number of tokens before `ids` in their sequence.
+    `offset` is the number of tokens before `ids` in their sequence.
 
     Raises:
         DataError: if the images have another number of tokens.
@@ -163,6 +152,8 @@ def image_rows(
     ids: npt.NDArray[np.int64], images: Sequence[PlacedImage], token: int
 ) -> npt.NDArray[np.int64]:
     """Return the positions `[M]` of the tokens of images in a sequence, image by image."""
+    import numpy as np
+
     parts = []
     for start, image in images:
         if (ids[start : start + image.num_tokens] == token).all():

@@ -62,14 +62,7 @@ def merge(
 
 
 def with_adapter(adapters: Mapping[str, Tensor], scale: float, name: str, tensor: Tensor) -> Tensor:
-    """Return a tensor of a model with its adapter added, if it has one.
-
-    Args:
-        adapters: all adapters by name, whole.
-        scale: the factor of adapters' output.
-        name: the tensor's name.
-        tensor: the tensor, whole.
-    """
+    """Return a whole tensor of a model with its adapter added, if it has one among all adapters."""
     of_a, of_b = adapter_paths(name)
     if of_a + EMBEDDING_A in adapters:
         return merge(tensor, adapters[of_b + EMBEDDING_B].T, adapters[of_a + EMBEDDING_A].T, scale)
@@ -79,11 +72,9 @@ def with_adapter(adapters: Mapping[str, Tensor], scale: float, name: str, tensor
 
 
 class _Adapters(IncomingWeights):
-    """What a rank makes of the adapters that it receives; the bytes and checksums are those of what arrives.
+    """What a rank makes of the adapters that it receives, with the factor `scale`, alpha / r.
 
-    Args:
-        adapters: what the rank receives.
-        scale: alpha / r.
+    The bytes and checksums are those of what arrives.
     """
 
     def __init__(self, adapters: IncomingWeights, scale: float) -> None:
@@ -117,10 +108,7 @@ class MergedWeights(_Adapters):
     """The weights of a rank with the adapters that it receives, tensor by tensor. Iterate only once.
 
     Args:
-        adapters: what the rank receives.
         base: the rank's blocks of the model without adapters, in host memory, by their tensor's name.
-        scale: the factor of adapters' output.
-        device: where tensors are merged.
         sum_over_ranks: sums over the tensor ranks, which merge the same tensors one after the other.
     """
 

@@ -189,11 +189,8 @@ def assemble_tensors(
     """Assemble tensors from streams of slices, each in the order of the tensors.
 
     Reads no more of a stream than its slices of the current tensor and one of a later tensor. A tensor that
-    is one slice is not copied.
-
-    Args:
-        streams: streams of slices.
-        storage: returns where tensors that are not one slice are assembled, if shape, dtype and device fit.
+    is one slice is not copied. `storage` returns where the others are assembled, if shape, dtype and device
+    fit.
     """
     for _, slices in groupby(_merged(streams), key=lambda values: values.slice.position):
         yield _tensor(list(slices), storage)

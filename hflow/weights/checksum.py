@@ -38,11 +38,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksums_of(blocks: Sequence[Block]) -> list[int]:
-    """Return the share of each block in the checksum of its model; one transfer from their device.
-
-    Args:
-        blocks: blocks whose values are on one device.
-    """
+    """Return each block's share in the checksum of its model; one transfer from the device of all."""
     sums = list(map(_block_sum, blocks))
     totals = torch.stack(sums).tolist() if sums else []  # waits: once per bucket
     return [total % MODULUS for total in totals]

@@ -27,11 +27,7 @@ _PLACE_BYTES = 4
 
 
 class DeltaSender:
-    """Turns the buckets of one channel's sender into changes.
-
-    Args:
-        owner: identifies the sender among all that send to its receivers.
-    """
+    """Turns the buckets of one channel's sender, which `owner` identifies for its receivers, into changes."""
 
     def __init__(self, owner: str) -> None:
         self._owner = owner

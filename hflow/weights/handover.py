@@ -32,11 +32,8 @@ _USER = struct.Struct("3i")
 class HandedOver:
     """The handles of the buckets of one version, as a receiver takes them. Iterate once.
 
-    The consumer has copied a bucket when it asks for the next one.
-
-    Args:
-        address: the sender's.
-        timeout: seconds to wait for the sender, and for each bucket.
+    The consumer has copied a bucket when it asks for the next one. It waits `timeout` seconds for the sender,
+    and for each bucket.
     """
 
     address: str
@@ -81,13 +78,7 @@ class HandedOver:
 
 
 class HandoverSender:
-    """The sender's end for one version.
-
-    Args:
-        channel: carries buckets to the engine on this device.
-        address: see `handover_address`.
-        timeout: seconds to wait for the receiver.
-    """
+    """The sender's end for one version at a `handover_address`; the receiver has `timeout` seconds."""
 
     def __init__(self, channel: WeightChannel, address: str, timeout: float) -> None:
         self._channel = channel
@@ -97,12 +88,9 @@ class HandoverSender:
         self._listener.listen(1)
 
     def send(self, receiver: int, buckets: Iterable[Bucket], has_failed: Callable[[], bool]) -> None:
-        """Send all buckets, and wait until they are taken.
+        """Send all buckets of a version to the worker of the receiving rank, and wait until they are taken.
 
-        Args:
-            receiver: the worker of the receiving rank.
-            buckets: the version.
-            has_failed: called while the receiver has not come; true if it never will.
+        `has_failed` is called while it has not come, and is true if it never will.
 
         Raises:
             WorkerFailureError: if the receiver does not come, or ends.
@@ -153,9 +141,7 @@ class HandoverSender:
 def handover_address(owner: str, directory: str) -> str:
     """Return the address of a sender, in the abstract namespace of Unix sockets: it ends with the process.
 
-    Args:
-        owner: names the sender and its receiver in a run.
-        directory: the run's.
+    `owner` names the sender and its receiver in the run that the directory is of.
     """
     return "\0hflow-weights-" + hashlib.sha256(f"{os.getuid()} {directory} {owner}".encode()).hexdigest()
 

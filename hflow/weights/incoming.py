@@ -72,10 +72,9 @@ class IncomingWeights:
 
     @classmethod
     def of_tensors(cls, tensors: Callable[[], Iterable[tuple[str, Tensor]]]) -> IncomingWeights:
-        """Return whole tensors of this process as incoming weights.
+        """Return whole tensors of this process, `(HF name, tensor)`, as incoming weights.
 
-        Args:
-            tensors: called for `(HF name, full tensor)` when the iteration starts.
+        `tensors` is called when the iteration starts.
         """
         return cls(None, local=lambda: (SliceValues.of(*one) for one in whole_slices(tensors())))
 
@@ -141,12 +140,8 @@ def prefetched(items: Iterator[T], size_of: Callable[[T], int], max_size: int) -
     """Yield items that a thread takes from an iterator ahead of their use.
 
     What the iterator raises is raised here, after the items before it. When the consumer stops early, the
-    thread ends after the item that it is taking.
-
-    Args:
-        items: iterated on the thread.
-        size_of: the size of an item.
-        max_size: the thread waits while the items that are ready have at least this size.
+    thread ends after the item that it is taking. The thread waits while the items that are ready have at
+    least `max_size`, by `size_of`.
     """
     ready: deque[T] = deque()
     changed = threading.Condition()

@@ -48,7 +48,6 @@ def load_verified(
     """Load weights into one rank of an engine, and check that the rank holds them afterwards.
 
     Args:
-        incoming: the rank's.
         load: copies `(HF name, full-shape tensor)` pairs into the model. It may read only the boxes that the
             rank holds. A tensor that the rank holds whole may be the rank's own, with the new values.
         held: returns the boxes of a tensor that the rank holds; called before and after loading. A tensor

@@ -31,12 +31,7 @@ def outgoing_slices(
 ) -> AddressedSlices:
     """Yield what a worker sends by a route with rows. Not a collective.
 
-    Args:
-        route: says which slices.
-        cluster: says which workers share a machine.
-        worker: the sender.
-        backend: the sender's shard of the model.
-        to_itself: whether its own engine, in another process, receives what the worker holds.
+    `to_itself` says whether its own engine, in another process, receives what the worker holds.
     """
     read = _SliceReader(backend)
     for receivers, slices in slices_to_send(route, cluster, worker, to_itself).items():

@@ -57,9 +57,7 @@ class WeightPublisher:
     """Publishes and frees weights for the sender, and opens them for the receiver.
 
     Args:
-        routes: what this process sends and receives.
         settings: generation replica -> the channel that carries its weights.
-        device: `cpu` or `cuda`, where engines hold weights.
     """
 
     def __init__(self, routes: WorkerRoutes, settings: Mapping[str, ChannelSettings], device: str) -> None:
@@ -85,8 +83,6 @@ class WeightPublisher:
         """Put what a generation replica needs of the weights here where its workers can take it.
 
         Args:
-            replica: the generation replica.
-            version: the version of the weights.
             num_losses: how often the replica has lost an engine. If it has lost one since the last call, new
                 processes receive, which have nothing.
         """
@@ -133,13 +129,9 @@ class WeightPublisher:
         return self._channels[replica].send(receivers, bucket)
 
     def incoming(self, replica: str, published: Sequence[BucketHandles]) -> list[IncomingWeights]:
-        """Return the weights that a replica's engine here loads, for each of its tensor ranks.
+        """Return the weights that a replica's engine here loads, for each tensor rank, of what senders sent.
 
         Call `loaded` when they are.
-
-        Args:
-            replica: the generation replica.
-            published: what each sender sent.
         """
         settings = self._settings[replica]
         if channel_traits(settings.name).needs_ray and self._routes.has_own_process(replica):
@@ -173,15 +165,10 @@ class WeightPublisher:
         ]
 
     def hand_over(self, replica: str, version: int, has_failed: Callable[[], bool]) -> int:
-        """Gather the weights with all ranks of the trainer, and hand them over to the rank on this device.
+        """Gather a version with all ranks of the trainer, and hand it over to the rank on this device.
 
-        Args:
-            replica: the generation replica.
-            version: the version of the weights.
-            has_failed: called while the rank has not come; true if it never will.
-
-        Returns:
-            The checksum of the weights.
+        Return the checksum of the weights. `has_failed` is called while the rank has not come, and is true if
+        it never will.
 
         Raises:
             WorkerFailureError: if the rank does not take them.
@@ -308,7 +295,6 @@ class WorkerRoutes:
     """The weight routes of one worker process.
 
     Args:
-        plan: gives the routes.
         hosted: indices of the workers that this process hosts.
         backends: replica -> its shard here.
     """
@@ -380,10 +366,8 @@ def channel_settings(
     """Return the channel of each generation replica that receives weights from other processes.
 
     Args:
-        plan: says how weights are sent.
         hosted: indices of the workers that the process hosts. One that hosts all of them has no object store:
             it keeps buckets in its memory, or in shared memory for an engine in a process of its own.
-        directory: for weights that are sent through files.
         host: address of this machine, as the other workers know it.
         timeout: seconds after which a transfer that needs several processes at once fails.
     """

@@ -19,11 +19,8 @@ CONNECT_SECONDS = 15.0
 def open_store(host: str, timeout: datetime.timedelta = _DEFAULT_TIMEOUT) -> TCPStore:
     """Open a store on a free port of one address. A `TCPStore` that opens its own port listens on all.
 
-    The port is taken at once. A port that is only looked up may be in use by the time it is needed.
-
-    Args:
-        host: this machine's address, as the other processes know it.
-        timeout: how long a client may wait for a key.
+    The port is taken at once. A port that is only looked up may be in use by the time it is needed. `host` is
+    this machine's address for the other processes; a client may wait `timeout` for a key.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, 0), family=family)
@@ -39,11 +36,7 @@ def open_store(host: str, timeout: datetime.timedelta = _DEFAULT_TIMEOUT) -> TCP
 
 
 def connect_store(address: str, timeout: datetime.timedelta) -> TCPStore:
-    """Join a store that another process has opened.
-
-    Args:
-        address: the store's `host:port`.
-        timeout: how long to wait for a key.
+    """Join the store at `host:port` that another process has opened, to wait `timeout` for a key at most.
 
     Raises:
         WorkerFailureError: if no process listens there, as that which has opened it has ended.

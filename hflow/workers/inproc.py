@@ -7,14 +7,14 @@ change results because all denominators are global. Moves between workers have n
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from typing_extensions import override
 
 from hflow.base.waiting import WaitFor, wait_silently
-from hflow.data_plane.redistribute import Move
+from hflow.data_plane.redistribute import Moves
 from hflow.planner.plan.rows import Replica
 from hflow.weights.publisher import BucketHandles, PublishReport
 from hflow.workers.interface import (
@@ -72,7 +72,7 @@ class InprocWorkers(Workers):
         self._started = True
 
     @override
-    async def transfer(self, moves: Sequence[Move]) -> int:
+    async def transfer(self, moves: Moves) -> int:
         """Do nothing: all workers share one store."""
         return 0
 

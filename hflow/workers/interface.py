@@ -10,11 +10,11 @@ import abc
 import asyncio
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from hflow.base.durable_files import FileChecksum
 from hflow.base.waiting import WaitFor, wait_silently
-from hflow.data_plane.redistribute import Move
+from hflow.data_plane.redistribute import Moves
 from hflow.planner.plan.rows import Plan, Replica
 from hflow.services.client import ServiceAccess
 from hflow.types.body_line import BodyLine
@@ -78,7 +78,7 @@ class Workers(abc.ABC):
         return lines
 
     @abc.abstractmethod
-    async def transfer(self, moves: Sequence[Move]) -> int:
+    async def transfer(self, moves: Moves) -> int:
         """Perform moves between stores and return the bytes moved.
 
         Nodes that are run after this call has begun find the moved fields, without waiting for its answer.
@@ -359,8 +359,7 @@ class SavedJournals:
     """Sample -> name of the file, such as `worker-0`."""
 
 
-@dataclass(frozen=True)
-class ComputeTask:
+class ComputeTask(NamedTuple):
     """Run a sample-level node on one sample, or a group-level node on a group's samples."""
 
     node: str
@@ -538,8 +537,7 @@ class SampleText:
     turns: tuple[SampleTurn, ...]
 
 
-@dataclass(frozen=True)
-class ComputeReady:
+class ComputeReady(NamedTuple):
     """A sample- or group-level node finished; its fields are in this worker's store."""
 
     node: str

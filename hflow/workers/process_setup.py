@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import re
 from pathlib import Path
@@ -57,12 +56,6 @@ def keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, KEPT_FREE_BYTES)
 
 
-GC_THRESHOLDS = (20_000, 20, 50)
-"""Arguments of `gc.set_threshold`. A controller holds some 100,000 objects of samples in flight, which are
-freed without the collector's help. At Python's own thresholds the collector visits all of them several times
-a step, for 0.1 s each time."""
-
-
 def free_device_bytes() -> int | None:
     """Return the free memory of this process's GPU; None if it uses none."""
     import torch
@@ -86,15 +79,3 @@ def used_memory_bytes() -> int:
         return 0
     found = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
     return 1024 * int(found[1]) if found else 0
-
-
-def freeze_gc() -> None:
-    """Exclude all existing objects from garbage collection, and let it run less often.
-
-    Episodes allocate enough for several full collections a step. Each would visit the half a million objects
-    of torch and transformers, which takes more time than the episodes themselves.
-    """
-    gc.unfreeze()  # objects that an earlier run in this process froze
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*GC_THRESHOLDS)

@@ -136,12 +136,8 @@ def network_problem(environment: Mapping[str, str], interfaces: Sequence[str], u
     """Return the reason why collectives find no network interface, in one line; empty if they do.
 
     NCCL's variable lists beginnings of names, after `=` whole names, and after `^` those that it does not
-    use. Each may be followed by a port. Gloo's lists whole names, and it uses all of them.
-
-    Args:
-        environment: environment variables, of which `NCCL_SOCKET_IFNAME` and `GLOO_SOCKET_IFNAME` count.
-        interfaces: names of this machine's interfaces.
-        uses_nccl: whether collectives are NCCL's, beside those of Gloo.
+    use. Each may be followed by a port. Gloo's lists whole names, and it uses all of them. `interfaces` are
+    this machine's. Collectives are Gloo's, and NCCL's if `uses_nccl`.
     """
     for variable in ("GLOO_SOCKET_IFNAME", *(("NCCL_SOCKET_IFNAME",) if uses_nccl else ())):
         value = environment.get(variable, "")
@@ -380,11 +376,17 @@ def _check_shared_memory(where: str, process: ProcessDevices, cluster: ClusterSp
 def _check_kernels(where: str, process: ProcessDevices, plan: Plan, replicas: Collection[str]) -> None:
     """Refuse a process whose kernels for packed sequences are not the planned ones, or cannot be loaded."""
     device, deterministic = plan.cluster.device, plan.deterministic
-    own = packed_kernel(device, "bf16", process.capability, process.flash_attn, deterministic=deterministic)
+    shapes = dict(plan.shapes)
     for choice in plan.attention:
         is_varlen = choice.kernel.startswith((AttentionKernel.FLASH_ATTN, AttentionKernel.VARLEN))
         if choice.replica not in replicas or not is_varlen:
             continue
+        shape = shapes.get(plan.replica(choice.replica).model)
+        own = packed_kernel(
+            *(device, "bf16", process.capability, process.flash_attn),
+            deterministic=deterministic,
+            has_sinks=shape is not None and shape.has_sinks,
+        )
         if choice.kernel != str(own):
             depends_on_gpu = AttentionKernel.FLASH_ATTN_3 in process.flash_attn
             raise RunError(

@@ -16,7 +16,7 @@ import worker_kit as kit
 
 from hflow.base.errors import RunError
 from hflow.data.batches.batch import Batch, Column
-from hflow.data_plane.redistribute import Move
+from hflow.data_plane.redistribute import Move, Moves
 from hflow.launch.running.worker_setup import make_processes
 from hflow.types import Unit
 from hflow.types.engine import SleepLevel
@@ -138,7 +138,7 @@ async def train_and_compare(workers: MeasuredWorkers) -> None:
         await workers.open_groups(1, kit.group_tasks(GEN, range(samples[0] // 2, samples[0] // 2 + 4)))
         events = await kit.collect(workers, 1, 8)
         assert {(event.oldest, event.newest) for event in events} == {(version, version)}
-        await workers.transfer([Move(1, 0, samples, (*tokens, logprobs[0]))])
+        await workers.transfer(Moves.of([Move(1, 0, samples, (*tokens, logprobs[0]))]))
         await workers.run({0: kit.task("recheck", samples)})
         (parcel,) = await workers._actors[0].export.remote([(samples, logprobs)])
         columns = parcel[GEN].columns
@@ -147,7 +147,7 @@ async def train_and_compare(workers: MeasuredWorkers) -> None:
         if version == 0:
             await score(workers, {1: range(8)})
             fields = ("actor_gen/judged", "actor_gen/reward")
-            await workers.transfer([Move(1, 0, samples, fields)])
+            await workers.transfer(Moves.of([Move(1, 0, samples, fields)]))
             for node in ("advantage", "shifted", "learn"):
                 await workers.run({0: kit.task(node, samples)})
 
@@ -160,12 +160,12 @@ def test_a_step_over_two_workers(pair: MeasuredWorkers) -> None:
         there = Move(
             1, 0, tuple(range(4, 8)), ("actor_gen/judged", "actor_gen/loss_mask", "actor_gen/reward")
         )
-        assert await pair.transfer([there]) > 0
+        assert await pair.transfer(Moves.of([there])) > 0
         (result,) = await pair.run({0: kit.task("advantage", tuple(range(8)))})
         assert (result.worker, result.samples) == (0, tuple(range(8)))
         await pair.run({0: kit.task("shifted", tuple(range(8)))})
         back = Move(0, 1, tuple(range(4, 8)), ("actor_gen/advantages", "actor_gen/shifted"))
-        await pair.transfer([back])
+        await pair.transfer(Moves.of([back]))
         shards = {0: kit.task("learn", (0, 1, 2, 3)), 1: kit.task("learn", (4, 5, 6, 7), dp=1)}
         trained = await pair.run(shards)
         assert trained[0].metrics == trained[1].metrics
@@ -205,7 +205,7 @@ def test_payload_does_not_pass_the_driver(pair: MeasuredWorkers) -> None:
         pair.num_bytes = 0
         first = Move(0, 1, ids[:32], ("actor_gen/payload",))
         second = Move(0, 1, ids[32:], ("actor_gen/payload",))
-        assert await pair.transfer([first, second]) == NUM_BYTES
+        assert await pair.transfer(Moves.of([first, second])) == NUM_BYTES
         assert 0 < pair.num_bytes < 0.01 * NUM_BYTES
         (parcel,) = await pair._actors[1].export.remote([(ids[::-1], ("actor_gen/payload",))])
         moved = parcel[GEN].columns["payload"].values.reshape(64, -1)

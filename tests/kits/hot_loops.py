@@ -33,6 +33,7 @@ HOT: Mapping[str, Collection[str] | None] = {
     "engines/embedded/step_images.py": EVERYTHING,
     "models/adapter.py": ("forward", "output_adapter"),
     "models/attention_kernels.py": EVERYTHING,
+    "models/attention_sinks.py": EVERYTHING,
     "models/decode_kernels.py": EVERYTHING,
     "models/nf4.py": ("weight", "forward", "backward", "_whole"),
     "models/packed_attention.py": EVERYTHING,

@@ -117,7 +117,7 @@ def train_turn(rank: int, path: Path, groups: Groups, turn: dict[tuple[int, ...]
 
 
 def train_twin(twin: twins.Twin, group: Any, path: Path) -> None:
-    """Write metrics of three steps, and the weights after them."""
+    """Write the metrics of all steps, and the weights after them."""
     call, _ = twins.NODES[twin.node]
     d, is_head = place(twin, group)
     shards = twins.shards(twin.data, d) if is_head else []

@@ -54,27 +54,36 @@ class _Sequence(NamedTuple):
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, starts: tuple[Tensor, Tensor], longest: tuple[int, int], scale: float
+    q: Tensor, k: Tensor, v: Tensor, starts: tuple[Tensor, Tensor], scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
     """Return the output `[T, H, d]`, and the logarithms of the softmax's sums `[H, T]`."""
-    _check(q, k, v, starts, longest)
     out, sums = torch.empty_like(q), torch.empty(q.shape[1], q.shape[0])
-    for one in _sequences(q, k, v, starts, scale):
+    for one in _sequences(q, k, v, starts, scale, window):
         out[one.queries] = (one.scores.softmax(-1) @ one.v).transpose(0, 1).to(out.dtype)
         sums[:, one.queries] = one.scores.logsumexp(-1)
     return out, sums
 
 
 def backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: tuple[Tensor, Tensor], scale: float
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    starts: tuple[Tensor, Tensor],
+    scale: float,
+    window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v. Query heads that share a key head add theirs up."""
+    """Return the gradients of q, k and v, as the kernels compute them from `out` and `sums`.
+
+    Query heads that share a key head add theirs up.
+    """
     results = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
-    for one in _sequences(q, k, v, starts, scale):
-        of_out = gradient[one.queries].transpose(0, 1).float()
-        weights = one.scores.softmax(-1)
-        of_weights = of_out @ one.v.mT
-        of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * scale
+    for one in _sequences(q, k, v, starts, scale, window):
+        of_out, attended = (x[one.queries].transpose(0, 1).float() for x in (gradient, out))
+        weights = (one.scores - sums[:, one.queries, None]).exp()
+        of_scores = weights * (of_out @ one.v.mT - (of_out * attended).sum(-1, keepdim=True)) * scale
         parts = (of_scores @ one.k, of_scores.mT @ one.q, weights.mT @ of_out)
         for result, part, rows in zip(results, parts, (one.queries, one.keys, one.keys), strict=True):
             heads = result.shape[1]
@@ -84,7 +93,7 @@ def backward(
 
 
 def _sequences(
-    q: Tensor, k: Tensor, v: Tensor, starts: tuple[Tensor, Tensor], scale: float
+    q: Tensor, k: Tensor, v: Tensor, starts: tuple[Tensor, Tensor], scale: float, window: int | None
 ) -> Iterator[_Sequence]:
     num_shared = q.shape[1] // k.shape[1]
     of_queries, of_keys = (x.tolist() for x in starts)
@@ -94,11 +103,17 @@ def _sequences(
         one_k, one_v = (x[keys].transpose(0, 1).float().repeat_interleave(num_shared, 0) for x in (k, v))
         scores = one_q @ one_k.mT * scale
         num_queries, num_keys = scores.shape[1:]
-        unseen = torch.ones(num_queries, num_keys, dtype=torch.bool).triu(num_keys - num_queries + 1)
+        ones, last = torch.ones(num_queries, num_keys, dtype=torch.bool), num_keys - num_queries
+        unseen = ones.triu(last + 1)
+        if window is not None:
+            unseen |= ones.tril(last - window)
         yield _Sequence(queries, keys, one_q, one_k, one_v, scores.masked_fill(unseen, -torch.inf))
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, starts: tuple[Tensor, Tensor], longest: tuple[int, int]) -> None:
+def check_flash(
+    q: Tensor, k: Tensor, v: Tensor, starts: tuple[Tensor, Tensor], longest: tuple[int, int]
+) -> None:
+    """Refuse what the variable-length kernel refuses."""
     problem = head_size_problem(AttentionKernel.VARLEN, q.shape[-1])
     if problem is not None or not q.shape[-1] == k.shape[-1] == v.shape[-1]:
         raise RuntimeError(f"heads of sizes {q.shape[-1]}, {k.shape[-1]}, {v.shape[-1]}: {problem}")

@@ -639,15 +639,23 @@ def _flash_forward(
     return_debug_mask: bool,
     *,
     scale: float | None = None,
+    window_size_left: int,
+    window_size_right: int,
     **_: Any,
 ) -> tuple[Tensor, ...]:
-    assert is_causal, "hflow uses causal attention"
+    assert window_size_right == 0, "hflow uses causal attention"
+    assert is_causal == (window_size_left < 0), "as `varlen_attn` calls it"
     assert not dropout, "hflow uses no dropout"
     _current_stream().run()
-    given = [_to_cpu(x) for x in (q, k, v, query_starts, key_starts)]
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
-    out, sums = pretend_attention.forward(*given[:3], (given[3], given[4]), (max_q, max_k), factor)
+    *qkv, first, second = (_to_cpu(x) for x in (q, k, v, query_starts, key_starts))
+    pretend_attention.check_flash(*qkv, (first, second), (max_q, max_k))
+    options = _scale(q, scale), None if is_causal else window_size_left + 1
+    out, sums = pretend_attention.forward(*qkv, (first, second), *options)
     return (_to_device(out), _to_device(sums), *(torch.empty(0, device=NAME) for _ in range(3)))
+
+
+def _scale(q: Tensor, scale: float | None) -> float:
+    return q.shape[-1] ** -0.5 if scale is None else scale
 
 
 def _flash_backward(
@@ -659,15 +667,75 @@ def _flash_backward(
     sums: Tensor,
     query_starts: Tensor,
     key_starts: Tensor,
+    max_q: int,
+    max_k: int,
+    dropout: float,
+    is_causal: bool,
     *_: Any,
     scale: float | None = None,
-    **__: Any,
+    window_size_left: int,
+    window_size_right: int,
 ) -> tuple[Tensor, ...]:
     _current_stream().run()
-    given = [_to_cpu(x) for x in (gradient, q, k, v, query_starts, key_starts)]
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
-    gradients = pretend_attention.backward(*given[:4], (given[4], given[5]), factor)
-    return tuple(map(_to_device, gradients))
+    *given, first, second = (_to_cpu(x) for x in (gradient, q, k, v, out, sums, query_starts, key_starts))
+    options = _scale(q, scale), None if is_causal else window_size_left + 1
+    return tuple(map(_to_device, pretend_attention.backward(*given, (first, second), *options)))
+
+
+def _efficient_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *options: Any,
+    scale: float | None = None,
+    window_size: int | None = None,
+    **_: Any,
+) -> tuple[Any, ...]:
+    """Attention of `[S, L, H, d]`, with sums `[S, H, L]` that are filled up to a multiple of 32."""
+    *unused, dropout, mask, returns_sums = options  # torch leaves out what is the default
+    assert unused == [None] * 5
+    assert (dropout, mask, returns_sums) == (0.0, 2, True), "from the end of the keys"
+    assert q.shape[2] == k.shape[2], "it groups no queries"
+    _current_stream().run()
+    rows = [_to_cpu(x).flatten(0, 1) for x in (q, k, v)]
+    out, sums = pretend_attention.forward(*rows, _equal_starts(q, k), _scale(q, scale), window_size)
+    sums = sums.unflatten(1, q.shape[:2]).transpose(0, 1)
+    filled = torch.nn.functional.pad(sums, (0, -q.shape[1] % 32), value=torch.inf)
+    of_dropout = (torch.empty(0, dtype=torch.int64, device=NAME) for _ in range(2))
+    return _to_device(out.view(q.shape)), _to_device(filled), *of_dropout, q.shape[1], k.shape[1]
+
+
+def _efficient_backward(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: None,
+    out: Tensor,
+    query_starts: None,
+    key_starts: None,
+    max_q: int,
+    max_k: int,
+    sums: Tensor,
+    *_: Any,
+    scale: float | None = None,
+    window_size: int | None = None,
+    **__: Any,
+) -> tuple[Tensor, ...]:
+    assert out.is_contiguous(), "its places are computed from its shape"
+    assert sums.shape == (q.shape[0], q.shape[2], -(-q.shape[1] // 32) * 32)
+    assert (max_q, max_k) == (q.shape[1], k.shape[1])
+    _current_stream().run()
+    rows = [_to_cpu(x).flatten(0, 1) for x in (gradient, q, k, v, out)]
+    of_rows = _to_cpu(sums)[..., :max_q].transpose(0, 1).flatten(1, 2)
+    gradients = pretend_attention.backward(*rows, of_rows, _equal_starts(q, k), _scale(q, scale), window_size)
+    shaped = (_to_device(g.view(x.shape)) for g, x in zip(gradients, (q, k, v), strict=True))
+    return *shaped, torch.empty(0, device=NAME)
+
+
+def _equal_starts(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    steps = torch.arange(len(q) + 1)
+    return steps * q.shape[1], steps * k.shape[1]
 
 
 def _is_pinned(tensor: Tensor) -> bool:
@@ -868,6 +936,8 @@ def _install() -> None:
         "set_.source_Storage": _set_storage,
         "_flash_attention_forward": _flash_forward,
         "_flash_attention_backward": _flash_backward,
+        "_efficient_attention_forward": _efficient_forward,
+        "_efficient_attention_backward": _efficient_backward,
     }
     for name, kernel in made.items():
         kernels.impl(name, kernel, "PrivateUse1")

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
-PRELOADED = ["megatron_twin_ranks"]
-"""The modules of this folder that import what ranks need: torch, transformers and megatron."""
+PRELOADED = ["megatron_twin_ranks", "peft"]
+"""What ranks import: the first imports torch, transformers and megatron."""
 
 
 def start(

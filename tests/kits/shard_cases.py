@@ -10,8 +10,8 @@ import torch_kit as kit
 
 from hflow.config.schema import WeightGroupConfig
 
-NUM_WRITTEN = 2
-"""Steps before a checkpoint; one more follows."""
+NUM_WRITTEN = 1
+"""Steps of two or four updates before a checkpoint; one more follows."""
 
 
 @dataclass(frozen=True)
@@ -62,22 +62,15 @@ EXPERTS = expert_sides()
 PPO, CRITIC, HALF = sides("ppo"), sides("critic"), sides("ppo", dtype="bf16")
 PAIRS = [
     ("torch d1", "torch d2"),
-    ("torch d1", "megatron p2"),
-    ("torch d2", "torch d1"),
     ("torch d2", "torch d4r2"),
-    ("torch d2", "megatron t2"),
     ("torch d2", "megatron d2t2"),
-    ("torch d4r2", "torch d1"),
     ("torch d4r2", "megatron p2"),
     ("megatron d2", "torch d1"),
     ("megatron d2", "megatron t2"),
-    ("megatron t2", "torch d2"),
     ("megatron t2", "torch d4r2"),
     ("megatron t2", "megatron p2"),
-    ("megatron p2", "torch d1"),
     ("megatron p2", "megatron d2"),
     ("megatron d2t2", "torch d2"),
-    ("megatron d2t2", "megatron d2"),
     ("megatron t4", "torch d1"),  # each of two key-value heads was on two ranks
     ("torch d1", "megatron t4"),
 ]
@@ -115,6 +108,7 @@ EXCHANGES: list[Exchange] = [
     (EXPERTS, EXPERT_PAIRS),
     (expert_sides("deepseek_v2"), EXPERT_PAIRS[2:]),
     (expert_sides("deepseek_v3"), [("torch d2", "megatron t2"), ("megatron t2", "torch d2")]),
+    (sides("glm4"), [("torch d2", "megatron t2"), ("megatron t2", "torch d1")]),
     (ADAPTERS, ADAPTER_PAIRS),
     (sides("outer adapters"), OUTER_PAIRS),
     (expert_sides("adapters of experts"), EXPERT_PAIRS),
@@ -140,7 +134,7 @@ ROUNDED = ("adamw_8bit",)
 """Optimizers that round otherwise in each layout, in which other weights share a block."""
 OF_OPTIMIZERS: dict[str, Exchange] = {
     name: (
-        sides("sft" if name in ROUNDED else "ppo", optim=optim),  # PPO's clipping is not continuous
+        sides("ppo", optim=optim),
         [
             ("torch d1", "torch d2"),
             ("torch d2", "megatron d2t2"),
@@ -164,6 +158,11 @@ OF_OPTIMIZERS["muon with adapters of experts"] = (
 def written(side: Side) -> str:
     """Return the directory of a side's checkpoint."""
     return f"shards of {side.name}"
+
+
+def division(side: Side) -> str:
+    """Return the name of the files that say which boxes the ranks of a side update."""
+    return f"division of {side.name}"
 
 
 def read(writer: Side, reader: Side) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import megatron_twin_ranks as twin_ranks
 import megatron_twins as twins
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import torch_kit as kit
 
 from hflow.training.interface import ModelBackend
+from hflow.training.optimizers.interface import StepOptimizer
 
 
 def exchange(rank: int, path: Path, groups: twin_ranks.Groups) -> None:
@@ -38,7 +40,17 @@ def run(exchanges: Iterable[cases.Exchange], rank: int, path: Path, groups: twin
 
 
 def build(side: cases.Side, groups: twin_ranks.Groups, path: Path) -> ModelBackend:
-    """Build a model as it is before any step."""
+    """Build a model as it is before any step, and write what this rank's parts of weights consist of."""
+    find = StepOptimizer._find_matrices
+    with mock.patch.object(StepOptimizer, "_find_matrices", autospec=True, side_effect=find) as spy:
+        backend = _build(side, groups, path)
+    _, blocks, _ = spy.call_args.args
+    division = [list(of(torch.arange(part.numel()).view(part.shape))) for part, of in blocks.items()]
+    torch.save(division, path / f"{cases.division(side)}.{dist.get_rank()}.pt")
+    return backend
+
+
+def _build(side: cases.Side, groups: twin_ranks.Groups, path: Path) -> ModelBackend:
     group = groups.get(side.ranks)
     if side.backend == "megatron":
         return twin_ranks.model(side.twin, path, group)

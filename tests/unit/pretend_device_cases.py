@@ -402,7 +402,7 @@ def test_packed_attention_in_bf16_is_the_flash_kernel(device, is_grouped, monkey
     assert kernel is AttentionKernel.VARLEN
 
 
-@pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.reach.window is None])
+@pytest.mark.parametrize("case", ["", " of shared prompts"])
 @pytest.mark.parametrize("kernel", FLASH_MODULES)
 def test_packages_are_called_with_their_parameters(device, kernel, case, monkeypatch):
     """Forward and backward, as `hflow doctor` compares them with float64."""
@@ -411,6 +411,17 @@ def test_packages_are_called_with_their_parameters(device, kernel, case, monkeyp
     error = attention_error(device, torch.bfloat16, CASES[case])
     assert error.kernel is kernel
     assert max(error.output, error.gradient) <= MAX_ATTENTION_ERROR["bf16"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.reach.sinks is not None])
+def test_attention_with_sinks_is_that_in_float64(device, dtype, case, monkeypatch):
+    """By torch's kernels, also where flash-attn is installed, which is not imported."""
+    if dtype is torch.bfloat16:
+        monkeypatch.setattr(packed_attention, "kernel_of", lambda *_: AttentionKernel.FLASH_ATTN)
+    error = attention_error(device, dtype, CASES[case])
+    limit = MAX_ATTENTION_ERROR["bf16" if dtype is torch.bfloat16 else "fp32"]
+    assert max(error.output, error.gradient) <= limit
 
 
 # ----------------------------------------------------------------------------------------- copies

@@ -140,6 +140,17 @@ def test_what_flash_attn_3_cannot_do_is_said(others, installed, capability, dete
     assert chosen.why.endswith(f"; flash-attn-3 {problem}")
 
 
+def test_sinks_are_computed_by_the_kernel_whose_gradient_reads_the_sums(monkeypatch):
+    chosen = packed_kernel("cuda", "bf16", (9, 0), TWO | THREE, deterministic=False, has_sinks=True)
+    assert chosen.kernel is AttentionKernel.VARLEN
+    in_fp32 = packed_kernel("cuda", "fp32", (9, 0), TWO, deterministic=False, has_sinks=True)
+    assert in_fp32.kernel is AttentionKernel.SDPA
+    monkeypatch.setattr("hflow.launch.planning.request.flash_versions", lambda: TWO)
+    settings = ["model@models.actor=gpt-oss-20b", "models.actor.path=null", "models.actor.backend=megatron"]
+    text = attention_line(compile_recipe(RECIPE, [*settings, "cluster=h100-8x8"]).plan)
+    assert "torch varlen: bf16, computes attention sinks" in text
+
+
 def test_a_process_takes_the_kernel_of_its_own_gpu(monkeypatch):
     imported, found = [], {"cuda:0": (9, 0), "cuda:1": (8, 0)}
     monkeypatch.setattr(attention_kernels, "flash_versions", lambda: TWO | THREE)

@@ -25,6 +25,7 @@ from hflow.planner.plan.calibration import (
 )
 from hflow.planner.plan.hardware import Hardware
 from hflow.planner.plan.rows import WeightRoute
+from hflow.planner.plan.traits import traits
 from hflow.report.text.plan.assumptions import accuracy_text
 from hflow.shapes.model_shape import Experts
 
@@ -81,13 +82,15 @@ def test_collectives_of_training_keep_the_rate_between_machines():
 
 # ----------------------------------------------------------------------------------- layers with experts
 def test_the_host_counts_tokens_only_where_they_leave_their_rank():
-    host = HostTimes(expert_us=100, expert_launch_us=10)
+    host = HostTimes(expert_us=100, exchange_us=30, expert_launch_us=10)
 
     def waiting(layout: str, **changes) -> float:
         one = side(MIXED, layout, backend="megatron", host=host, tokens_per_microbatch=64)
         return named(forward(replace(one, **changes), work(64.0)))["experts' host"]
 
-    assert waiting("d4e4") == pytest.approx(4 * 100e-6)
+    assert waiting("d4e4") == pytest.approx(4 * 130e-6)
+    by_kernels = replace(traits("megatron"), has_exchange_kernels=True)
+    assert waiting("d4e4", traits=by_kernels) == pytest.approx(4 * 100e-6)
     assert waiting("d4") == pytest.approx(4 * 10e-6)
     assert waiting("d4e4", counts_tokens=False) == pytest.approx(4 * 10e-6)
 

@@ -24,7 +24,7 @@ def holders(
 ) -> dict[str, list[set[int]]]:
     """Return field -> the workers of each sample."""
     return {
-        field: [set(workers) - {NO_WORKER} for workers in group.workers.tolist()]
+        field: [set(workers) - {NO_WORKER} for workers in group.workers.T.tolist()]
         for group in holdings.holders(fields, samples).groups
         for field in group.fields
     }
@@ -40,7 +40,7 @@ def test_fields_with_the_same_holders_share_a_column() -> None:
     holdings.add_outputs(["a", "b"], FIRST, 1)
     at = holdings.holders(["a", "b", "reward", "ids"], reversed(FIRST))
     assert [group.fields for group in at.groups] == [("a", "b"), ("reward",), ("ids",)]
-    assert at.groups[0].workers.tolist() == [[1]] * 4
+    assert at.groups[0].workers.tolist() == [[1] * 4]
     assert at.samples.tolist() == list(FIRST)
     assert at.tokens.tolist() == [0, 10, 20, 30]
 

@@ -18,8 +18,8 @@ torch.manual_seed(0)
 """
 
 ATTENTION = """
+from hflow.models.attention_kernels import Reach
 from hflow.models.decode_kernels import triton_decode_attention
-from torch.nn.functional import scaled_dot_product_attention
 
 lengths = torch.tensor([1, 64, 65, 150, 17], dtype=torch.int32)
 for dtype, heads, kv_heads, size in (
@@ -34,13 +34,20 @@ for dtype, heads, kv_heads, size in (
         for page in range(-(-n // 16)):
             table[i, page] = table[3, page] if i == 4 else next(order)
             k[table[i, page]], v[table[i, page]] = torch.randn(2, kv_heads, 16, size, dtype=dtype)
-    found = triton_decode_attention(q, k, v, table, lengths, 0.2)
-    for i, n in enumerate(lengths.tolist()):
-        query = q[i][:, None].float()
-        keys, values = (x[table[i]].transpose(0, 1).flatten(1, 2)[:, :n].float() for x in (k, v))
-        expected = scaled_dot_product_attention(query, keys, values, scale=0.2, enable_gqa=True)
-        tolerance = 1e-5 if dtype is torch.float32 else 2e-3
-        torch.testing.assert_close(found[i].float(), expected[:, 0], atol=tolerance, rtol=0)
+    for window, sinks in ((None, None), (70, None), (None, torch.randn(heads)), (1, 3 * torch.randn(heads))):
+        sinks = None if sinks is None else sinks.to(dtype)
+        found = triton_decode_attention(q, k, v, table, lengths, 0.2, Reach(window, sinks))
+        for i, n in enumerate(lengths.tolist()):
+            first = 0 if window is None else max(n - window, 0)
+            query = q[i][:, None].float()
+            keys, values = (x[table[i]].transpose(0, 1).flatten(1, 2)[:, first:n].float() for x in (k, v))
+            keys, values = (x.repeat_interleave(heads // kv_heads, 0) for x in (keys, values))
+            scores = query @ keys.mT * 0.2
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[:, None, None].float()), -1)
+            expected = scores.softmax(-1)[..., : n - first] @ values
+            tolerance = 1e-5 if dtype is torch.float32 else 2e-3
+            torch.testing.assert_close(found[i].float(), expected[:, 0], atol=tolerance, rtol=0)
 """
 
 OTHERS = """
@@ -49,24 +56,28 @@ from hflow.doctor.decode_check import decode_errors
 # The interpreter has no products in bf16.
 for dtype, limit in ((torch.float32, 1e-5), (torch.float16, 3e-3)):
     errors = dict(decode_errors("cpu", dtype))
-    assert len(errors) == 5 and all(error <= limit for error in errors.values()), errors
+    assert len(errors) == 6 and all(error <= limit for error in errors.values()), errors
 """
 
 ENGINE = """
 import hflow.models.attention_kernels as kernels
 from test_decode_graphs import CapturingEngine, assert_equal
+from family_kit import architecture
 from test_engine import generate, settings
 from test_engine_pages import PagedEngine
 from hflow.engines.embedded.engine import EmbeddedEngine
 from hflow.engines.interface import SamplingParams
+from hflow.models.settings import ModelSettings
 
 prompts = [[1, 5, 6], [7], list(range(3, 31)), [1, 5, 6]]
 params = [SamplingParams(max_tokens=3 + 2 * i, seed=i, temperature=0.5 * i) for i in range(4)]
-for name in ("qwen2", "qwen3"):
-    expected = generate(EmbeddedEngine(settings(name), {"max_running": 3}), prompts, params)
+gpt_oss = ModelSettings(name="actor", architecture=architecture("gpt_oss"), seed=3)
+both = CapturingEngine, PagedEngine
+for model, engines in ((settings("qwen2"), both), (settings("qwen3"), both), (gpt_oss, [PagedEngine])):
+    expected = generate(EmbeddedEngine(model, {"max_running": 3}), prompts, params)
     kernels.has_cuda_api = lambda kind: True
-    for cls in (CapturingEngine, PagedEngine):
-        assert_equal(generate(cls(settings(name), {"max_running": 3}), prompts, params), expected)
+    for cls in engines:
+        assert_equal(generate(cls(model, {"max_running": 3}), prompts, params), expected)
     kernels.has_cuda_api = lambda kind: False
 assert kernels.num_calls[kernels.AttentionKernel.TRITON] > 20
 """
@@ -77,7 +88,8 @@ from triton.compiler import ASTSource, compile
 from hflow.models import decode_kernels as kernels
 
 POINTERS = {
-    kernels._attend: dict.fromkeys(("q", "k", "v", "out"), None) | {"lengths": "i32", "table": "i32"},
+    kernels._attend: dict.fromkeys(("q", "k", "v", "sinks", "out"), None)
+    | {"lengths": "i32", "table": "i32"},
     kernels._norm: {"x": None, "weight": None, "eps": "fp32", "out": None},
     kernels._gate: {"joined": None},
     kernels._rotate: dict.fromkeys(("heads", "cos", "sin", "q_weight", "k_weight", "keys", "values"), None)
@@ -90,7 +102,8 @@ POINTERS = {
 }
 CONSTANTS = {
     kernels._attend: dict(
-        num_shared=7, num_rows=16, head_dim=64, num_columns=64, num_tokens=64, page_tokens=16
+        num_shared=7, num_rows=16, head_dim=64, num_columns=64, num_tokens=64, page_tokens=16,
+        window=128, has_sinks=True,
     ),
     kernels._norm: dict(num_columns=896, block=1024),
     kernels._gate: dict(block=1024),

@@ -196,7 +196,7 @@ def test_a_kernel_that_does_not_run_is_one_line(monkeypatch):
         raise RuntimeError("CUDA error: no kernel image\nmore lines")
 
     monkeypatch.setattr("hflow.doctor.attention_check.attend", fail)
-    assert [finding.detail for finding in check_attention("cpu")] == ["CUDA error: no kernel image"] * 6
+    assert [finding.detail for finding in check_attention("cpu")] == ["CUDA error: no kernel image"] * 10
 
 
 def write_run(out, *spans, **metrics):

@@ -635,6 +635,18 @@ def test_staleness_without_a_proximal_policy():
     assert "with nodes.actor_train.prox=none the loss clips what changed since they were drawn" in warning
     assert "Set nodes.actor_train.prox=recompute" in warning
     assert warnings(ahead, "nodes.actor_train.prox=recompute") == warnings() == ()
+    (warning,) = warnings("nodes.actor_train.prox=loglinear")
+    assert "nodes.actor_train.prox=loglinear does what prox=none does" in warning
+    assert warnings(ahead, "nodes.actor_train.prox=loglinear") == ()
+
+
+def test_knobs_that_only_later_updates_of_a_step_need():
+    recompute, once = "nodes.actor_train.prox=recompute", "nodes.actor_train.minibatches=1"
+    knobs = ["nodes.actor_train.clip_high=0.3", "nodes.actor_train.dual_clip=3.0"]
+    (warning,) = read_recipe(GRPO, [recompute, once, *knobs])[1].warnings
+    assert "actor_train: hardly anything depends on clip_high=0.3 and dual_clip=3.0 with one" in warning
+    for fewer in ([recompute, once], [once, *knobs], [recompute, *knobs]):
+        assert read_recipe(GRPO, fewer)[1].warnings == ()
 
 
 def test_a_train_node_that_never_fires():

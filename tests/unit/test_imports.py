@@ -39,14 +39,16 @@ for registry in (BACKENDS, ENGINES, OPTIMIZERS, CHANNELS, RECORDED_KINDS):
     assert [registry.load(name) for name in registry]
 """
 # What none of these commands needs.
-UNNEEDED = (*HEAVY, "networkx", "jinja2", "hflow.planner.search", "hflow.runtime", "hflow.workers")
+UNNEEDED = (*HEAVY, "networkx", "jinja2", "hflow.runtime", "hflow.workers")
+UNPLANNED = (*UNNEEDED, "numpy", "hflow.planner.search", "hflow.planner.forecast")
 ABSENT = {
     "help": (
         commands("--help"),
-        (*UNNEEDED, "numpy", "hydra", "pydantic", "hflow.config", "hflow.planner", "hflow.report"),
+        (*UNNEEDED, "numpy", "asyncio", "hydra", "pydantic", "hflow.config", "hflow.planner", "hflow.report"),
     ),
-    "check": (commands("check recipes/ppo.py"), UNNEEDED),
-    "nodes": (commands("nodes"), UNNEEDED),
+    "check": (commands("check recipes/ppo.py"), (*UNPLANNED, "asyncio")),
+    "nodes": (commands("nodes"), UNPLANNED),
+    "plan": (commands("plan recipes/ppo.py"), (*UNNEEDED, "asyncio")),
     "hflow": ("import hflow", (*HEAVY, "hydra", "hflow.launch", "hflow.planner")),
     "function check": ("import hflow; hflow.check('recipes/sft.py')", ("torch", "ray")),
     "algo and nodes": ("from hflow import algo, nodes", ("torch",)),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hflow import Sequences, nodes
-from hflow.dsl.bodies import check_of
+from hflow.dsl.bodies import WARNING_ATTRIBUTE, check_of
 from hflow.types import State
 
 Knobs = dict[str, Any]
@@ -102,7 +102,7 @@ def optional(node: Any) -> set[str]:
     return names - {"ref_logprobs"}
 
 
-def result(node: Any, knobs: Knobs, extra: str | None) -> Tensor:
+def result(node: Any, knobs: Knobs, extra: str | None, *, with_loss: bool = True) -> Tensor:
     """Call a node twice. Return entries and gradient of a loss, or else results and metrics."""
     theta = torch.rand(240, generator=torch.Generator().manual_seed(2), dtype=torch.float64).log()
     theta = theta.requires_grad_()
@@ -114,6 +114,9 @@ def result(node: Any, knobs: Knobs, extra: str | None) -> Tensor:
     given["advantages"] = seqs.widen(given["reward"] - 0.4) if by_token else given["reward"] - 0.4
     if knobs.get("prox") == "none":
         given["prox_logprobs"] = given["behav_logprobs"]
+    elif knobs.get("minibatches") == 1:
+        given["behav_logprobs"] += theta.detach() - given["prox_logprobs"]
+        given |= {"prox_logprobs": theta.detach(), "values": given["out"].values}
 
     def call(function: Any) -> Any:
         torch.manual_seed(0)
@@ -130,7 +133,8 @@ def result(node: Any, knobs: Knobs, extra: str | None) -> Tensor:
                 found += [torch.as_tensor(x, dtype=torch.float64).flatten() for x in values]
                 continue
             entries = entries[seqs.loss_mask] if len(entries) == len(theta) else entries
-            found.append(entries.detach().double().flatten())
+            if with_loss or not entries.requires_grad:
+                found.append(entries.detach().double().flatten())
             if entries.requires_grad:
                 found.append(torch.autograd.grad(entries.sum(), theta, retain_graph=True)[0])
     return torch.cat(found)
@@ -158,11 +162,12 @@ def choices(parameter: inspect.Parameter, default: Any) -> Iterator[Any]:
 
 
 def accepted(node: Any, knobs: Knobs, extra: str | None) -> bool:
-    """Return whether a recipe with these knobs is not refused."""
-    kind, check = node.__hflow__.kind, check_of(node)
+    """Return whether a recipe with these knobs is neither refused nor warned of."""
+    kind, checks = node.__hflow__.kind, (check_of(node), check_of(node, WARNING_ATTRIBUTE))
     observed = "is_observed" if knobs.get("observation_coef") else None
     reads = parameters(node).keys() - (optional(node) - {extra})
-    return check is None or check(kind.option_values | {"observed": observed} | knobs, reads) is None
+    settings = kind.option_values | {"observed": observed} | knobs
+    return all(check is None or check(settings, reads) is None for check in checks)
 
 
 def ignored(node: Any, base: Knobs, extra: str | None) -> list[str]:
@@ -215,6 +220,33 @@ def test_no_knob_is_ignored(name: str) -> None:
     node = LIBRARY[name]
     base = node.__hflow__.knobs | NEEDED.get(name, {})
     is_policy = "prox_logprobs" in parameters(node) and "out" in parameters(node)
-    updates: list[Knobs] = [{"prox": "none"}, {"prox": "recompute", "minibatches": 2}] if is_policy else [{}]
+    updates: list[Knobs] = [{"minibatches": 2}, {"minibatches": 1}] if "out" in parameters(node) else [{}]
+    if is_policy:
+        updates = [{"prox": "none"}, *({"prox": "recompute"} | options for options in updates)]
     cases = [(options, extra) for options in updates for extra in (None, *optional(node))]
     assert [line for options, extra in cases for line in ignored(node, base | options, extra)] == []
+
+
+OF_LATER_UPDATES = [
+    (name, knob)
+    for name in WITH_KNOBS
+    for knob in ("clip", "clip_high", "dual_clip", "tau_positive", "tau_negative")
+    if knob in LIBRARY[name].__hflow__.knobs
+]
+
+
+@pytest.mark.parametrize(("name", "knob"), OF_LATER_UPDATES)
+def test_knobs_of_later_updates_are_warned_of(name: str, knob: str) -> None:
+    """With one update per step their values change nothing; with two, nothing is said."""
+    node = LIBRARY[name]
+    knobs = {"prox": "recompute", "minibatches": 1} | node.__hflow__.knobs | NEEDED.get(name, {})
+    warn, options = check_of(node, WARNING_ATTRIBUTE), node.__hflow__.kind.option_values
+    assert warn
+    assert warn(options | knobs, ()) is None
+    wanted = result(node, knobs, None, with_loss=False)
+    for value in choices(parameters(node)[knob], knobs[knob]):
+        changed = options | knobs | {knob: value}
+        if accepted(node, changed | {"minibatches": 2}, None):
+            torch.testing.assert_close(result(node, changed, None, with_loss=False), wanted)
+            assert f"hardly anything depends on {knob}={value} with one update" in str(warn(changed, ()))
+            assert warn(changed | {"epochs": 2}, ()) is None

@@ -73,6 +73,15 @@ def test_results_and_gradients_are_those_of_all_logits(rows_per_chunk, names, te
         torch.testing.assert_close(got, expected, atol=close * float(expected.abs().max()), rtol=0)
 
 
+def test_no_rows_give_gradients_of_zero():
+    """Ranks that sum gradients need one of every weight, also of a micro-batch without learned tokens."""
+    (rows, *of_matrix), _ = inputs()
+    logits = MatrixLogits(rows[:0], OutputMatrix(*of_matrix), 1.0)
+    logits.logprobs_of(torch.zeros(0, 2, dtype=torch.int64)).sum().backward()
+    for weight in of_matrix:
+        torch.testing.assert_close(weight.grad, torch.zeros_like(weight), atol=0, rtol=0)
+
+
 def test_a_known_answer():
     """Logits 0 and ln 3 are probabilities 1/4 and 3/4, and at a temperature of 1/2 they are 1/10 and 9/10.
 

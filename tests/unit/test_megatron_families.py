@@ -28,7 +28,7 @@ def others(directory: Path) -> Path:
 
 @pytest.mark.parametrize("name", twins.OFTEN_TWINS)
 def test_equals_one_process(directory, name):
-    """Metrics of three steps, with gradient norms, and the weights and biases of routers after them."""
+    """Metrics of two steps, with gradient norms, and the weights and biases of routers after them."""
     twins.assert_trains_as_torch(directory, name, twins.OFTEN_TWINS[name])
 
 

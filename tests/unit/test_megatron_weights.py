@@ -82,18 +82,23 @@ def test_layers_of_transformer_engine_have_other_names_and_the_same_tensors():
 
 
 # ------------------------------------------------------------------------------- the plan's boxes
-def boxes(shape: ModelShape, place: ShardPosition, kernels: LayerKernels) -> dict[str, Box]:
-    """Return the smallest box around a rank's blocks of each tensor."""
-    found: dict[str, Box] = {}
+def boxes(shape: ModelShape, place: ShardPosition, kernels: LayerKernels) -> dict[str, list[Box]]:
+    """Return a rank's blocks of each tensor, neighbours as one box."""
+    found: dict[str, list[Box]] = {}
     for row in rank_parameters(shape, place, kernels):
         for part in row.parts:
             if part.length:
-                found[part.tensor] = around(found.get(part.tensor, part.box), part.box)
+                held, box = found.setdefault(part.tensor, []), part.box
+                held[-1:] = joined(held[-1], box) if held else [box]
     return found
 
 
-def around(one: Box, other: Box) -> Box:
-    return tuple((min(a, c), max(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+def joined(one: Box, other: Box) -> list[Box]:
+    """Return two boxes, as one if the second continues the first on one axis."""
+    differ = [axis for axis, (a, b) in enumerate(zip(one, other, strict=True)) if a != b]
+    if len(differ) == 1 and one[differ[0]][1] == other[differ[0]][0]:
+        return [tuple((a, d) for (a, _), (_, d) in zip(one, other, strict=True))]
+    return [one, other]
 
 
 LAYOUTS = ["t2p2", "t4p3", "p5", "p4", "t2p3", "t1", "d2c2e4", "d4t2p2e2"]
@@ -114,6 +119,7 @@ LAYOUTS = ["t2p2", "t4p3", "p5", "p4", "t2p3", "t1", "d2c2e4", "d4t2p2e2"]
         kit.GLM4_MOE | {"num_hidden_layers": 6},
         kit.DEEPSEEK | {"num_hidden_layers": 6},
         kit.GEMMA3 | {"num_hidden_layers": 6},
+        kit.GLM4 | {"num_hidden_layers": 5},
     ],
 )
 def test_a_rank_holds_the_boxes_of_the_plan(architecture, head, layout, kernels):
@@ -129,7 +135,9 @@ def test_a_rank_holds_the_boxes_of_the_plan(architecture, head, layout, kernels)
 def check_boxes(shape: ModelShape, grid: Layout, kernels: LayerKernels) -> None:
     for stage in range(grid.pipe):
         for d, t, p, c in grid.stage_coords(stage):
-            planned = {spec.name: box for spec, box in rank_tensors(shape, MEGATRON, grid, (d, t, p, c))}
+            planned: dict[str, list[Box]] = {}
+            for spec, box in rank_tensors(shape, MEGATRON, grid, (d, t, p, c)):
+                planned.setdefault(spec.name, []).append(box)
             expert = grid.expert_index(d, c)
             place = ShardPosition(t, grid.tensor, p, grid.pipe, expert, grid.expert)
             assert boxes(shape, place, kernels) == planned

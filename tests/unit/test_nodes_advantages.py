@@ -91,14 +91,6 @@ def test_reinforce_pp_discounts_the_kl_that_is_still_to_come():
     assert_close(advantages, tensor(0, 2 - 0.5 * 4, 2 - 0.5 * 3, 2 - 0.5 * 3))
 
 
-def test_dr_grpo_and_rloo_keep_the_spread():
-    seqs = Sequences.of([1] * 4, group=[0, 0, 0, 0])
-    reward = tensor(1.0, 0.0, 0.0, 1.0)
-    assert_close(nodes.group_advantage(reward, seqs, std=False), tensor(0.5, -0.5, -0.5, 0.5))
-    # RLOO: the mean of the three others, 1/3 or 2/3.
-    assert_close(nodes.leave_one_out(reward, seqs), tensor(2 / 3, -2 / 3, -2 / 3, 2 / 3))
-
-
 PAIRS = Sequences.of([1, 3, 2, 2], group=[0, 0, 1, 1])
 """Two groups of two; 1, 3, 2 and 2 learned tokens."""
 
@@ -109,28 +101,10 @@ def test_the_deviation_of_the_batch():
     assert_close(got, tensor(-1.0, 1.0, 0.0, 0.0) / (11 / 3) ** 0.5)
 
 
-def test_delta_l_weighs_by_inverse_lengths():
-    # He et al. 2025: 1 + 1/3 + 1/2 + 1/2 = 7/3, so the factors are 12/7, 4/7, 6/7 and 6/7.
-    got = nodes.group_advantage(tensor(1.0, 3.0, 0.0, 4.0), PAIRS, std=False, length_power=1.0)
-    assert_close(got, tensor(-12 / 7, 4 / 7, -12 / 7, 12 / 7))
-
-
-def test_opo_weighs_the_baseline_by_length():
-    # Hao et al. 2025: (1 * 1 + 3 * 3) / 4 = 2.5, and (2 * 0 + 2 * 4) / 4 = 2.
-    assert_close(nodes.opo_advantage(tensor(1.0, 3.0, 0.0, 4.0), PAIRS), tensor(-1.5, 0.5, -2.0, 2.0))
-
-
 def test_gpg_makes_up_for_groups_that_teach_nothing():
     # Chu et al. 2025: two of four samples have a gradient, so alpha = 2.
     assert_close(nodes.gpg_advantage(tensor(1.0, 3.0, 5.0, 5.0), PAIRS), tensor(-2.0, 2.0, 0.0, 0.0))
     assert nodes.gpg_advantage(tensor(1.0, 1.0, 5.0, 5.0), PAIRS).tolist() == [0, 0, 0, 0]
-
-
-def test_the_baseline_of_reinforce_pp_is_whitened_over_tokens():
-    # Centred rewards -1 (1 token), 1 (3 tokens), 0 (4 tokens): mean 1/4, sum of squares 4 - 8/16 = 3.5.
-    got = nodes.reinforce_pp_baseline(tensor(1.0, 3.0, 5.0, 5.0), PAIRS)
-    scale = (3.5 / 7) ** -0.5
-    assert_close(got, scale * tensor(-1.25, 0.75, 0.75, 0.75, *[-0.25] * 4))
 
 
 def test_the_best_sample_gets_its_lead():

@@ -29,7 +29,7 @@ from hflow.training.optimizers.muon.optimizer import GroupMuon, orthogonalize
 from hflow.training.optimizers.sgd.optimizer import GroupSGD
 from hflow.training.optimizers.whole_matrices import WholeMatrices
 from hflow.training.sharded_checkpoint import check_shards
-from hflow.types.tensor_slices import Block, whole_box
+from hflow.types.tensor_slices import Block, box_slices, whole_box
 
 
 @pytest.fixture(scope="module")
@@ -46,20 +46,70 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [(name, *pair) for name, (_, pairs) in cases.OF_OPTIMIZERS.items() for pair in pairs],
 )
 def test_every_layout_trains_and_resumes_as_one_process(directory, name, writer, reader):
-    """Two steps in one layout and a third in another are three in one process."""
+    """A step in one layout and one in another are two steps of one process."""
     sides, _ = cases.OF_OPTIMIZERS[name]
-    side, is_rounded = sides[reader], name in cases.ROUNDED
-    wanted = twins.expected(side.twin.node, "fp32", directory / "checkpoint", side.twin.settings["optim"])
-    files = cases.read(sides[writer], side)
-    metrics = torch.load(directory / f"{files}.metrics.pt", weights_only=False)
-    rel = 2e-2 if is_rounded else 2e-5
-    assert twins.comparable(metrics) == pytest.approx(wanted.metrics[cases.NUM_WRITTEN], rel=rel, abs=1e-6)
+    node, optim = sides[reader].twin.node, sides[reader].twin.settings["optim"]
+    if name in cases.ROUNDED:
+        metrics, wanted = rounded_in_blocks(directory, node, optim, [sides[writer], sides[reader]])
+    else:
+        whole = twins.expected(node, "fp32", directory / "checkpoint", optim)
+        metrics, wanted = whole.metrics[cases.NUM_WRITTEN], whole.weights
+    files = cases.read(sides[writer], sides[reader])
+    found = torch.load(directory / f"{files}.metrics.pt", weights_only=False)
+    assert twins.comparable(found) == pytest.approx(metrics, rel=2e-5, abs=1e-6)
     weights = torch.load(directory / f"{files}.weights.pt")
-    assert weights.keys() == wanted.weights.keys()
-    for tensor, values in wanted.weights.items():
-        lr = side.twin.settings["optim"].lr
-        torch.testing.assert_close(weights[tensor], values, atol=lr / 5 if is_rounded else 1e-5, rtol=0)
-        assert not is_rounded or (weights[tensor] - values).abs().mean() < lr / 20
+    assert weights.keys() == wanted.keys()
+    off = torch.cat([(weights[tensor] - values).abs().flatten() for tensor, values in wanted.items()])
+    if name in cases.ROUNDED:  # few moments are so near to a limit that layouts round them to other sides
+        assert off.mean() < 1e-6
+        off = off.sort().values[: -len(off) // 1000]
+    assert off.max() < 1e-5
+
+
+def rounded_in_blocks(directory, node, optim, sides):
+    """Return metrics of the last step, and weights, of one process that rounds moments as two layouts do.
+
+    It keeps them in fp32, and rounds them after each update in the blocks of the first side's ranks, in the
+    last step in those of the second side's.
+    """
+    files = [directory.glob(f"{cases.division(side)}.*.pt") for side in sides]
+    written, read = ([x for file in of for x in torch.load(file, weights_only=False)] for of in files)
+    assert written
+    assert read
+    path, exact = str(directory / "checkpoint"), replace(optim, name="adamw")
+    backend = kit.model(path=path, architecture=None, optim=exact)
+    optimizer = backend._optimizer
+    update = optimizer.step
+    moments = {
+        name: optimizer.states_of(weight, 2)
+        for name, weight in backend._model.named_parameters()
+        if is_layer_matrix(name, weight.dim())
+    }
+    for step in twins.STEPS:
+        parts = written if step < twins.STEPS[cases.NUM_WRITTEN] else read
+        round_moments(moments, parts)  # as they are read; before the first step they are 0
+
+        def update_and_round(norm, parts=parts):
+            update(norm)
+            round_moments(moments, parts)
+
+        optimizer.step = update_and_round
+        metrics = backend.train(twins.NODES[node][0], twins.shards(1, 0), step)
+    return twins.comparable(metrics), kit.weights(backend)
+
+
+def round_moments(moments, parts):
+    """Round both moments of matrices in the blocks of flat parts, which consist of boxes of the matrices."""
+    for boxes in parts:
+        boxes = [box for box in boxes if box.tensor in moments]
+        for index, is_signed in enumerate((True, False)):
+            flat = torch.zeros(-(-sum(box.values.numel() for box in boxes) // 256), 256)
+            views = [moments[box.tensor][index][box_slices(box.box)] for box in boxes]
+            for box, view in zip(boxes, views, strict=True):
+                flat.view(-1)[box.values] = view
+            _, _, rounded = quantized(flat, is_signed=is_signed)
+            for box, view in zip(boxes, views, strict=True):
+                view.copy_(rounded.view(-1)[box.values])
 
 
 def stepped(make, torch_make, start, num_steps=4, **group):

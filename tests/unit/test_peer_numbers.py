@@ -162,16 +162,8 @@ def kl_estimates(x: Batch) -> Tensor:
     return torch.cat(found)
 
 
-def value_loss(x: Batch) -> Tensor:
+def value_loss(x: Batch, **knobs: float) -> Tensor:
     values = x.values.detach().requires_grad_()
-    entries, _ = nodes.critic_train(Output(values=values), x.random, x.seqs.widen(x.reward))
-    total = x.learned(entries).sum()
-    return torch.cat([total.detach()[None], x.learned(torch.autograd.grad(total, values)[0])])
-
-
-def huber_loss(x: Batch) -> Tensor:
-    values = x.values.detach().requires_grad_()
-    knobs = {"clip": 0.3, "huber_delta": 0.2}
     entries, _ = nodes.critic_train(Output(values=values), x.random, x.seqs.widen(x.reward), **knobs)
     total = x.learned(entries).sum()
     return torch.cat([total.detach()[None], x.learned(torch.autograd.grad(total, values)[0])])
@@ -423,7 +415,7 @@ ROWS: dict[str, tuple[Callable[[Batch], Tensor], str]] = {
         "0 0 0 1 0 0 0 0 0 0 0 1 0 0 1 0 0 0 0 0 1 0 0 0 0 1 0",
     ),
     "AReaL functional.ppo_critic_loss_fn, huber with delta 0.2": (
-        huber_loss,
+        lambda x: value_loss(x, clip=0.3, huber_delta=0.2),
         "0.826849 -0.2 -0.2 0 0 0.2 0.059322 0.2 0.004237 0.2 0.2 0.2 -0.2 -0.122881 0.04661 -0.097458 0.2",
     ),
     "verl rollout_corr_helper.compute_is_metrics, effective sample size": (

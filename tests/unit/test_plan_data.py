@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from plan_graphs import cluster_of
 
 from hflow.data_plane.minibatches import SLACK, assign_units, cut_minibatches, shards
-from hflow.data_plane.redistribute import NO_WORKER, FieldHolders, Holders, Move, redistribute
+from hflow.data_plane.redistribute import NO_WORKER, FieldHolders, Holders, Move, Moves, redistribute
 from hflow.planner.forecast.traffic import collective_steps, lower_bound_bytes, moved_bytes
 from hflow.planner.plan.rows import BatchCut, EdgeRule
 
@@ -46,7 +46,7 @@ def columns(at, tokens=None):
         rows = [sorted(workers[sample]) for sample in samples]
         width = max(map(len, rows), default=0)
         padded = [row + [NO_WORKER] * (width - len(row)) for row in rows]
-        groups.append(FieldHolders((field,), np.array(padded, np.int32).reshape(len(rows), width)))
+        groups.append(FieldHolders((field,), np.array(padded, np.int32).reshape(len(rows), width).T))
     return Holders(np.array(samples), np.array([(tokens or {}).get(s, 1) for s in samples]), tuple(groups))
 
 
@@ -145,21 +145,21 @@ def test_held_fields_are_pruned_and_fields_with_the_same_ends_share_a_move():
         "s/c": {0: frozenset({0, 1}), 1: frozenset({1})},
     }
     moves = redistribute(rule([1], fields=("s/a", "s/b", "s/c")), (((0, 1),),), columns(holders), CLUSTER)
-    assert moves == (Move(0, 1, (0, 1), ("s/a", "s/b")),)
+    assert moves.joined() == (Move(0, 1, (0, 1), ("s/a", "s/b")),)
 
 
 def test_a_source_on_the_same_machine_is_preferred_then_the_least_loaded():
     near = {"s/a": {0: frozenset({1, 7})}}
-    assert redistribute(rule([6], fields=["s/a"]), (((0,),),), columns(near), CLUSTER)[0].src == 7
+    assert redistribute(rule([6], fields=["s/a"]), (((0,),),), columns(near), CLUSTER).sources == {7}
     even = {"s/a": {s: frozenset({0, 1}) for s in range(6)}}
     moves = redistribute(rule([3], fields=["s/a"]), ((tuple(range(6)),),), columns(even), CLUSTER)
-    assert {move.src: len(move.samples) for move in moves} == {0: 3, 1: 3}
+    assert {move.src: len(move.samples) for move in moves.joined()} == {0: 3, 1: 3}
 
 
 def test_ranks_on_one_worker_receive_once():
     holders = {"s/a": {0: frozenset({2}), 1: frozenset({2})}}
     moves = redistribute(rule([0, 0], fields=["s/a"]), (((0,),), ((0, 1),)), columns(holders), CLUSTER)
-    assert moves == (Move(2, 0, (0, 1), ("s/a",)),)
+    assert moves.joined() == (Move(2, 0, (0, 1), ("s/a",)),)
 
 
 @st.composite
@@ -194,7 +194,7 @@ def test_replaying_the_moves_gives_every_rank_what_it_reads(batch, num_minibatch
     stores = stores_of(holders, tokens)
     before = {worker: set(store) for worker, store in stores.items()}
     arrived = Counter()
-    for move in moves:
+    for move in moves.joined():
         for key in ((field, sample) for field in move.fields for sample in move.samples):
             assert key in before[move.src], "sent by a worker that did not hold it"
             assert key not in before[move.dst], "sent to a worker that held it"
@@ -216,7 +216,7 @@ def test_no_less_than_the_lower_bound_moves(batch):
     edge, groups, tokens, holders = batch
     assignment = shards(edge, None, groups, columns(holders, tokens), seed=0, step=0)
     nbytes = {field: {s: (i + 1) * tokens[s] for s in tokens} for i, field in enumerate(FIELDS)}
-    moved = moved_bytes(redistribute(edge, assignment, columns(holders), CLUSTER), nbytes)
+    moved = moved_bytes(redistribute(edge, assignment, columns(holders), CLUSTER).joined(), nbytes)
     capacity = max(sum(tokens[s] for s in rank[0]) for rank in assignment)
     assert moved >= lower_bound_bytes(edge, tokens, nbytes, columns(holders, tokens), capacity) >= 0
 
@@ -225,7 +225,7 @@ def moved_and_bound(edge, holders, tokens):
     groups = {s: (s,) for s in tokens}
     nbytes = {field: {s: 8 * tokens[s] for s in tokens} for field in edge.fields}
     assignment = shards(edge, None, groups, columns(holders, tokens), seed=0, step=0)
-    moved = moved_bytes(redistribute(edge, assignment, columns(holders), CLUSTER), nbytes)
+    moved = moved_bytes(redistribute(edge, assignment, columns(holders), CLUSTER).joined(), nbytes)
     capacity = max(sum(tokens[s] for s in rank[0]) for rank in assignment)
     return moved, lower_bound_bytes(edge, tokens, nbytes, columns(holders, tokens), capacity)
 
@@ -265,6 +265,18 @@ def test_little_more_than_the_bound_moves_from_scattered_samples():
     assert bound <= moved < 1.01 * bound
 
 
+def test_moves_to_one_worker_are_one_message():
+    rows = [Move(0, 1, (1,), ("s/a",)), Move(2, 1, (2,), ("s/a",)), Move(0, 1, (3, 5), ("s/b",))]
+    rows.append(Move(1, 0, (4,), ("s/a",)))
+    moves = Moves.of(rows)
+    assert moves.joined() == tuple(rows)
+    assert moves.sources == {0, 1, 2}
+    by_destination = moves.by_destination()
+    assert {dst: part.joined() for dst, part in by_destination.items()} == {0: (rows[3],), 1: tuple(rows[:3])}
+    assert Moves.of(()).by_destination() == {}
+    assert Moves.of(()).joined() == ()
+
+
 # ------------------------------------------------------------------------------------- steps
 def test_moves_are_classified_as_collectives():
     bcast = [Move(0, dst, (1, 2), ("s/a",)) for dst in (1, 2)]
@@ -283,6 +295,6 @@ def test_moves_are_classified_as_collectives():
 def test_every_move_is_in_exactly_one_step(batch):
     edge, groups, tokens, holders = batch
     assignment = shards(edge, None, groups, columns(holders, tokens), seed=0, step=0)
-    moves = redistribute(edge, assignment, columns(holders), CLUSTER)
+    moves = redistribute(edge, assignment, columns(holders), CLUSTER).joined()
     in_steps = [move for step in collective_steps(moves) for move in step.moves]
     assert Counter(in_steps) == Counter(moves)

@@ -33,6 +33,7 @@ from hflow.engines.embedded.engine import EmbeddedEngine, EngineOptions
 from hflow.engines.interface import SamplingParams
 from hflow.engines.request import GenerationRequest
 from hflow.engines.vllm import memory as vllm_memory
+from hflow.models.attention_kernels import Reach
 from hflow.models.host_offload import MAX_LEAVING
 from hflow.models.packed_attention import PackedLayout, attend
 from hflow.models.settings import ModelSettings
@@ -221,8 +222,8 @@ def test_keys_and_values_that_older_kernels_of_torch_repeat_are_counted(monkeypa
     assert activations.kept_per_token(on_gpu, pads=True)[1] == 256 + 128 + number
 
 
-@pytest.mark.parametrize("on_gpu", [False, True])
-def test_what_attention_in_fp32_saves_is_what_is_planned(monkeypatch, on_gpu):
+@pytest.mark.parametrize(("on_gpu", "has_sinks"), [(False, False), (True, False), (False, True)])
+def test_what_attention_in_fp32_saves_is_what_is_planned(monkeypatch, on_gpu, has_sinks):
     """On GPUs keys are repeated, which is done here on a CPU."""
     monkeypatch.setattr("hflow.models.attention_kernels.is_gpu", lambda kind: on_gpu)
     saved = {}
@@ -233,12 +234,13 @@ def test_what_attention_in_fp32_saves_is_what_is_planned(monkeypatch, on_gpu):
 
     num, size = 6, 16
     q, k, v = (torch.randn(2 * num, heads, size, requires_grad=True) * 1.0 for heads in (4, 2, 2))
+    sinks = torch.randn(4) if has_sinks else None
     layout = PackedLayout.of(np.array([num, num]), "cpu", torch.float32)
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        attend(q, k, v, layout, None)
-    of_mlp = 2_048
+        attend(q, k, v, layout, None, Reach(sinks=sinks))
+    of_mlp, weights = 2_048, 0 if sinks is None else sinks.nbytes
     planned = activations.kept_per_token(rank(on_cpu=not on_gpu), pads=False)[1] - of_mlp
-    assert sum(saved.values()) == planned * 2 * num
+    assert sum(saved.values()) - weights == planned * 2 * num
 
 
 @pytest.mark.parametrize(("version", "is_grouped"), [("2.11.0+cu128", False), ("2.12.1", True), (None, True)])
@@ -1329,6 +1331,26 @@ def test_a_real_training_step_and_inference(architecture, dtype, recompute):
     batch, asked = microbatch(512, 384), {"dtype": dtype, "activation_checkpointing": recompute}
     assert transient(architecture, "train", batch, **asked) == close_to(trained)
     assert transient(architecture, "infer", batch, **asked) == close_to(inferred)
+
+
+def test_masks_of_windows_are_counted_where_a_kernel_needs_them():
+    # Layers 2 and 4 attend to all tokens: of 300 x 300 entries in fp32 two of four layers keep each one.
+    batch, windowed = replace(microbatch(600), longest=300), replace(SMALL, window=SlidingWindow(100, 2))
+    assert activations.window_mask(rank(windowed), batch) == 4 * 300 * 300 // 2
+    assert activations.window_mask(rank(windowed, on_cpu=False), batch) == 4 * 300 * 300 // 2
+    for other in (
+        rank(),
+        rank(replace(windowed, window=SlidingWindow(300, 2))),
+        rank(replace(windowed, has_sinks=True), on_cpu=False),
+        rank(windowed, on_cpu=False, dtype="bf16"),
+    ):
+        assert activations.window_mask(other, batch) == 0
+
+
+def test_a_real_training_step_of_long_sequences_with_sinks_in_windows():
+    trained, _ = kit.real_peaks(kit.BIASED, 2, 512)
+    batch = replace(microbatch(1_024, 768), longest=512)
+    assert transient(kit.BIASED, "train", batch) == pytest.approx(trained, rel=0.02)
 
 
 def test_a_real_training_step_in_several_micro_batches():

@@ -15,7 +15,7 @@ from hflow.models.expert_tensors import stacked_views
 from hflow.models.settings import ModelSettings, RankPosition
 from hflow.planner.plan.serialise import to_plain
 from hflow.planner.plan.traits import traits
-from hflow.planner.weights.sharding import is_on_stage, rank_box, rank_tensors, tensor_shards
+from hflow.planner.weights.sharding import is_on_stage, rank_boxes, rank_tensors, tensor_shards
 from hflow.shapes.architectures import FAMILIES, KNOWN_FAMILIES, read_shape
 from hflow.shapes.layout import Layout, stage_layers
 from hflow.shapes.model_shape import (
@@ -262,9 +262,28 @@ def test_sizes_that_are_none_are_refused(key, value, shown):
 
 # ----------------------------------------------------------------------------------- sharding
 def boxes(spec, backend, layout):
-    """The box of every place of a stage, data outermost."""
+    """The box of every place of a stage, data outermost; None where it is empty."""
     parsed = Layout.parse(layout)
-    return [rank_box(spec, traits(backend), parsed, place) for place in parsed.stage_coords(0)]
+    found = [rank_boxes(spec, traits(backend), parsed, place) for place in parsed.stage_coords(0)]
+    return [of_rank[0] if of_rank else None for of_rank in found]
+
+
+def test_tensor_ranks_have_rows_of_each_part_of_a_matrix():
+    # A gate and an up projection of 6 rows each; with FSDP beside it, half of a rank's 6 rows each.
+    spec = TensorSpec("gate_up", (12, 4), 0, "layer", 0, 6, split_parts=2)
+
+    def rows(backend, layout):
+        places = Layout.parse(layout).stage_coords(0)
+        boxes = [rank_boxes(spec, traits(backend), Layout.parse(layout), place) for place in places]
+        return [[box[0] for box in of_rank] for of_rank in boxes]
+
+    assert rows("megatron", "t2") == [[(0, 3), (6, 9)], [(3, 6), (9, 12)]]
+    assert rows("megatron", "t1") == [[(0, 12)]]
+    assert rows("torch", "d5") == [[(0, 3)], [(3, 6)], [(6, 9)], [(9, 12)], []]
+    assert rows("torch", "d2t2") == [[(0, 3)], [(3, 6)], [(6, 9)], [(9, 12)]]
+    assert rows("torch", "d4t2")[::2] == [[(0, 2)], [(2, 3), (6, 7)], [(7, 9)], []]
+    with pytest.raises(PlanError, match="gate_up has 6 units, which cannot be split over 4 tensor ranks"):
+        rows("megatron", "t4")
 
 
 @given(st.integers(1, 40), st.integers(1, 3), st.integers(1, 12))

@@ -152,8 +152,8 @@ def replayed(plan, request, workload):
         moves = redistribute(rule, assignment, holders, plan.cluster)
         before = {worker: set(store) for worker, store in stores.items()}
         moved = Counter()
-        for move in moves:
-            holdings.add_copies(move.fields, move.samples, move.dst)
+        holdings.add_moves(moves)
+        for move in moves.joined():
             for key in ((field, sample) for field in move.fields for sample in move.samples):
                 assert key in before[move.src], "sent by a worker that did not hold it"
                 assert key not in before[move.dst], "sent to a worker that held it"

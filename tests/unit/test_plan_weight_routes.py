@@ -86,6 +86,17 @@ def test_data_and_tensor_ranks_become_data_replicas_on_the_same_workers():
     assert rows_of(route, "model.norm.weight") == [(None, ((0, 4),), everyone, everyone)]
 
 
+def test_tensor_ranks_have_two_boxes_of_gate_and_up_in_one_matrix():
+    # 8 rows of each: rank 0 has 0 to 4 of both, so that every route has four rows of a box each.
+    src = replica("train", "megatron", "t2", (0, 1))
+    dst = replica("gen", "embedded", "d1", (0,))
+    route = route_of(src, dst, shape_of(family="glm4", has_post_norms=True))
+    assert rows_of(route, "model.layers.{}.mlp.gate_up_proj.weight") == [
+        ((0, 1), ((start, start + 4), (0, 4)), holders, (0,))
+        for start, holders in ((0, (0,)), (4, (1,)), (8, (0,)), (12, (1,)))
+    ]
+
+
 @pytest.mark.parametrize(("is_tied", "outside"), [(False, 256 * 4 + 4), (True, 4)])
 def test_two_stages_become_one(is_tied, outside):
     # A layer: q, k, v, o 64, gate, up, down 96, two norms 8: 168 entries. Five layers make stages of

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
+import memory_kit
 import plan_graphs as graphs
 import pytest
 
@@ -264,6 +265,12 @@ def test_kernels_that_a_machine_lacks_are_named(kernel: str, device: ProcessDevi
     first = {"torch varlen": GOOD, "flash-attn 2.8.3": FLASH, "flash-attn-3 3.0.0": FLASH_3}[kernel]
     with pytest.raises(RunError, match=line):
         check_devices(plan_on(H100, kernel), [first, device, first, first], VERSIONS)
+
+
+def test_attention_with_sinks_is_that_of_torch_where_flash_attn_is_installed() -> None:
+    plan = plan_on(H100)
+    shapes = ((plan.replicas[0].model, replace(memory_kit.SMALL, has_sinks=True)),)
+    check_devices(replace(plan, shapes=shapes), on_two_machines(*[FLASH] * 4), VERSIONS)
 
 
 @pytest.mark.parametrize(

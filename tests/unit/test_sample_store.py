@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 from hflow.base.errors import RunError
 from hflow.data.batches.batch import Batch, Column
-from hflow.data_plane.redistribute import Move
 from hflow.types import Trajectory, Unit
 from hflow.workers.storage import field_column
 from hflow.workers.storage.sample_files import SampleFiles, SampleFilesReader
-from hflow.workers.storage.sample_store import SampleStore, pack, pulls_of, unpack
+from hflow.workers.storage.sample_store import SampleStore, pack, unpack
 
 FIELDS = ("gen/input_ids", "gen/behav_logprobs", "gen/loss_mask", "gen/prompt", "gen/num_tokens")
 
@@ -185,15 +184,6 @@ def test_a_parcel_carries_every_stream() -> None:
     assert target.values("gen", "prompt", [1]) == ["prompt 0"]
     assert target.values("view", "input_ids", [1]) == [[100, 101, 102]]
     assert target.lengths("view", [1]) == [3]
-
-
-def test_moves_to_one_worker_are_one_message() -> None:
-    moves = [Move(0, 1, (1,), ("gen/a",)), Move(2, 1, (2,), ("gen/a",)), Move(0, 1, (3,), ("gen/b",))]
-    moves.append(Move(1, 0, (4,), ("gen/a",)))
-    assert pulls_of(moves) == {
-        1: {0: [((1,), ("gen/a",)), ((3,), ("gen/b",))], 2: [((2,), ("gen/a",))]},
-        0: {1: [((4,), ("gen/a",))]},
-    }
 
 
 def test_a_unit_does_not_change() -> None:

@@ -40,7 +40,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=lambda value: value if isinstance(value, str) else next(iter(value.values())).twin.node,
 )
 def test_training_continues_exactly(directory, sides, writer, reader):
-    """Loss, gradient norm, learning rate and weights of the third step are those of an uninterrupted run."""
+    """Loss, gradient norm, learning rate and weights of the next step are those of an uninterrupted run."""
     name = cases.read(sides[writer], sides[reader])
     wanted = twins.expected(sides[reader].twin.node, "fp32", directory / "checkpoint")
     metrics = torch.load(directory / f"{name}.metrics.pt", weights_only=False)

@@ -35,6 +35,8 @@ SHAPE = ModelShape("qwen2", 3, 8, 16, 4, 2, 4, 70, is_tied=False, has_qkv_bias=T
 TIED = ModelShape("llama", 3, 8, 16, 4, 1, 4, 70, is_tied=True)
 MIXED = ModelShape("qwen3_moe", 3, 8, 16, 4, 2, 4, 70, is_tied=False, experts=Experts(4, 2, 4, first=1))
 """With experts in all layers but the first."""
+FUSED = ModelShape("glm4", 3, 8, 16, 4, 2, 4, 70, is_tied=False, has_qkv_bias=True, has_post_norms=True)
+"""With gate and up in one matrix, of which tensor ranks have two boxes."""
 TRAINERS = [
     ("torch", "d1"),
     ("torch", "d3"),
@@ -112,6 +114,7 @@ IN_BF16 = {"is_apart": False, "transport": "disk", "delta": False, "dtype": "bf1
 
 @example(shape=SHAPE, trainer=("megatron", "t4"), engine=("vllm", "d2t2"), order=(0, 2, 1, 3), **IN_BF16)
 @example(shape=SHAPE, trainer=("megatron", "d2t2"), engine=("vllm", "t4"), order=(0, 2, 1, 3), **IN_BF16)
+@example(shape=FUSED, trainer=("megatron", "d2t2"), engine=("vllm", "t4"), order=(0, 2, 1, 3), **IN_BF16)
 @example(
     shape=MIXED,
     trainer=("megatron", "d2t2e2"),
@@ -121,7 +124,7 @@ IN_BF16 = {"is_apart": False, "transport": "disk", "delta": False, "dtype": "bf1
 )
 @settings(max_examples=15)
 @given(
-    shape=st.sampled_from([SHAPE, TIED, MIXED]),
+    shape=st.sampled_from([SHAPE, TIED, MIXED, FUSED]),
     trainer=st.sampled_from(TRAINERS),
     engine=st.sampled_from(ENGINES),
     is_apart=st.booleans(),

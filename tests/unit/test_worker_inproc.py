@@ -16,7 +16,7 @@ from worker_kit import read, with_workers
 
 from hflow.base.durable_files import file_checksum
 from hflow.base.errors import RunError
-from hflow.data_plane.redistribute import Move
+from hflow.data_plane.redistribute import Move, Moves
 from hflow.engines.interface import EngineSetup
 from hflow.types import Sequences, State
 from hflow.types.engine import SleepLevel
@@ -390,7 +390,7 @@ def test_saved_samples_are_read_by_another_worker(setup: WorkerSetup, tmp_path: 
 def test_nothing_moves_within_one_process(setup: WorkerSetup) -> None:
     async def work(workers: InprocWorkers) -> int:
         await generate(workers)
-        return await workers.transfer([Move(0, 1, (0, 1), ("actor_gen/input_ids",))])
+        return await workers.transfer(Moves.of([Move(0, 1, (0, 1), ("actor_gen/input_ids",))]))
 
     assert with_workers(setup, work) == 0
 

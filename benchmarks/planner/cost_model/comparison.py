@@ -72,16 +72,11 @@ class PeerFigures:
     Without values, the planner is as it ships.
     """
 
-    host: HostTimes | None = None
-    """The host of engines in trainers of 2025: vLLM before it scheduled ahead, and processes around it."""
+    step_us: float | None = None
+    """Microseconds that the host takes for a decode step of engines in trainers of 2025: vLLM before it
+    scheduled ahead, and processes around it. It is not that of vLLM alone, which hflow ships."""
     attention: Mapping[str, float] = field(default_factory=dict)
     """Device -> fraction of the data sheet that LLM Foundry's own attention kernels reach."""
-    learning: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    """Device and kind of model -> seconds of NeMo RL's forward and training passes over those of their
-    kernels: it pads packed sequences, computes logits in fp32, and swaps the reference model in."""
-    pageable_gb_per_s: Mapping[str, float] = field(default_factory=dict)
-    """Device -> rate at which its optimizer states, and verl's weights, go to pageable memory of the host or
-    back, while the other processes of the machine do the same. Without it, that of one core's copies."""
     handover_gb_per_s: float | None = None
     """Rate at which verl hands weights to SGLang, which runs in another process: 15.2 GB in 1.2 s ("full
     apply" in a comment of 2026-07-10 on github.com/verl-project/verl/pull/6974). A whole copy of the weights
@@ -99,23 +94,8 @@ class PeerFigures:
 
 AS_SHIPPED = PeerFigures()
 OF_PEERS = PeerFigures(
-    host=HostTimes(
-        layer_us=605,  # as transformers' layers: without CUDA graphs
-        gap_us=27,
-        step_us=2500,
-        sequence_us=20,
-        expert_us=12,
-        expert_launch_us=12,
-        passes=0.75,
-    ),
+    step_us=6000,
     attention={"h100": 0.158, "a100-40g": 0.283, "a100-80g": 0.283},
-    learning={
-        ("h100", "dense"): 1.43,
-        ("h100", "experts"): 1.75,
-        ("gb200", "dense"): 1.80,
-        ("gb200", "experts"): 2.20,
-    },
-    pageable_gb_per_s={"h100": 1.5, "h20": 1.5, "gb200": 2.2},
     handover_gb_per_s=12.7,
     layer_us=1935,
     passes=2.21,
@@ -250,6 +230,13 @@ def costs(
         attention_kernel=attention,
         trainer=hardware.calibration.trainer if is_trainer else TrainerTimes(),
     )
+
+
+def engine_host(device: str, figures: PeerFigures, logprobs_us: float = 0.0) -> HostTimes:
+    """Return the host of a trainer's engine, which takes more for each sequence if it returns log-probs."""
+    host = hardware(device).calibration.host["vllm"]
+    step_us = host.step_us if figures.step_us is None else figures.step_us
+    return replace(host, step_us=step_us, sequence_us=host.sequence_us + logprobs_us)
 
 
 def spread(num: int, stride: int, per_machine: int = 8) -> RankPlacement:

@@ -63,14 +63,12 @@ def deepspeed_chat(figures: PeerFigures) -> Iterator[Comparison]:
 def openrlhf(figures: PeerFigures) -> Iterator[Comparison]:
     """Yield phases of PPO with five groups of devices."""
     for row in rows("openrlhf"):
-        predicted = (
-            generate_experience(row, figures) if row["phase"] == "generation" else train_actor(row, figures)
-        )
+        predicted = generate_experience(row) if row["phase"] == "generation" else train_actor(row, figures)
         name = f"{row['model']} {row['phase']}"
         yield compare("OpenRLHF", "PPO", name, "a100-80g", float(row["seconds"]), predicted, row)
 
 
-def generate_experience(row: Row, figures: PeerFigures) -> float:
+def generate_experience(row: Row) -> float:
     """Return the seconds of generating micro-batches one after the other, each scored by the other models.
 
     An engine answers one actor rank at a time. Sharded models (ZeRO-3) compute for all actor ranks at once;
@@ -78,7 +76,7 @@ def generate_experience(row: Row, figures: PeerFigures) -> float:
     `RemoteExperienceMaker` and `LLMRayActor` (openrlhf/trainer).
     """
     actor, vllm, t, num = (int(row[key]) for key in ("actor", "vllm", "engine_gpus", "micro_rollout"))
-    engine = costs(row["model"], hardware("a100-80g"), Layout(1, t), "vllm", host=figures.host)
+    engine = costs(row["model"], hardware("a100-80g"), Layout(1, t), "vllm")
     spent = seconds(prefill(engine, whole_sequences(LLAMA_LENGTH, num)))
     spent += (LLAMA_LENGTH - 1) * decode_seconds(engine, num, 1.5 * LLAMA_LENGTH)
     spent *= math.ceil(actor / (vllm // t))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from statistics import NormalDist
@@ -14,12 +14,13 @@ from benchmarks.planner.cost_model.comparison import (
     Row,
     compare,
     costs,
+    engine_host,
     hardware,
     model,
     rows,
     seconds,
 )
-from benchmarks.planner.cost_model.weights import Update, exported_tensors, unpinned
+from benchmarks.planner.cost_model.weights import Update, exported_tensors, from_pageable, to_pageable
 from hflow.config.schema import GenConfig, OptimConfig
 from hflow.planner.forecast.cost.collectives import send
 from hflow.planner.forecast.cost.flops import kv_entries, work_of
@@ -44,70 +45,93 @@ DIVIDED = "MoE RL step, divided engines"
 """Steps with engines that span machines, which no plan of hflow has."""
 STATE_BYTES = 12
 """Master weight and two moments of AdamW."""
+LOGPROBS_US = 20.0
+"""Microseconds by which log-probs lengthen a decode step for each sequence, where vLLM's API returns them: 64
+sequences of a model of 0.5B have 18,645 tokens a second without and 13,583 with them (`gen` and `logprobs0`
+of `native` in github.com/vllm-project/vllm/pull/57442). NeMo RL and verl ask for them (`logprobs=0`). hflow
+reads those of a step at once, before they are made objects of Python."""
 
 
 def nemo_rl(figures: PeerFigures) -> Iterator[Comparison]:
-    """Yield steps of GRPO, and what generating ahead gains over taking turns."""
+    """Yield steps of GRPO, their phases, and what generating ahead gains over taking turns."""
     in_turns: dict[tuple[str, str, str], tuple[float, float]] = {}
     for row in rows("nemo_rl"):
-        predicted, measured = grpo_step(row, figures), float(row["seconds"])
-        is_dense = model(row["model"]).experts is None
-        is_divided = int(row["generate_tensor"]) > DEVICES[row["device"]]
-        mode = "in turns" if row["ahead"] == "0" else f"{row['ahead']} ahead"
+        phases, measured, ahead = grpo_phases(row, figures), float(row["seconds"]), row["ahead"] != "0"
+        predicted = step_seconds(phases, ahead=ahead)
+        mark = "" if model(row["model"]).experts is None else "MoE "
+        is_divided = mark and int(row["generate_tensor"]) > DEVICES[row["device"]]
+        mode = f"{row['ahead']} ahead" if ahead else "in turns"
         name = f"{row['release']} {row['model']} {row['gpus']}x{row['device']} {mode}"
-        topic = "RL step" if is_dense else DIVIDED if is_divided else "MoE RL step"
+        topic = DIVIDED if is_divided else f"{mark}RL step"
         yield compare("NeMo RL", topic, name, row["device"], measured, predicted, row)
+        for phase in filter(row.get, phases):
+            seconds_of_phase = float(row[phase]), phases[phase]
+            yield compare(
+                "NeMo RL", f"{mark}phase", f"{name}: {phase}", row["device"], *seconds_of_phase, row
+            )
         key = row["release"], row["model"], row["device"]
         rate = int(row["gpus"]) * predicted, int(row["gpus"]) * measured
-        if row["ahead"] == "0":
-            in_turns.setdefault(key, rate)
-        else:
+        if ahead:
             before = in_turns[key]
-            topic = "gain by staleness" if is_dense else "MoE gain by staleness"
             name += ": GPU seconds in turns over those ahead"
             gains = before[1] / rate[1], before[0] / rate[0]
-            yield compare("NeMo RL", topic, name, row["device"], *gains, row)
+            yield compare("NeMo RL", f"{mark}gain by staleness", name, row["device"], *gains, row)
+        else:
+            in_turns.setdefault(key, rate)
 
 
-def grpo_step(row: Row, figures: PeerFigures) -> float:
-    """Return the seconds of a step: generation, two forward passes, and the minibatches."""
+def step_seconds(phases: Mapping[str, float], *, ahead: bool) -> float:
+    """Return the seconds of a step, whose phases take turns, or of which generation runs beside training."""
+    if not ahead:
+        return sum(phases.values())
+    return max(phases["generation"], phases["logprobs"] + phases["training"]) + phases["refit"]
+
+
+def grpo_phases(row: Row, figures: PeerFigures) -> dict[str, float]:
+    """Return the seconds of the phases of a step.
+
+    In turns, a `refit` begins with the trainer's state on its way to the host, and the state is `loaded`
+    before training.
+    """
     device, ahead = hardware(row["device"]), int(row["ahead"])
     training, groups, size = (int(row[key]) for key in ("train_gpus", "prompts", "answers"))
     generating = int(row["gpus"]) - (training if ahead else 0)
     longest, g = int(row["max_length"]), int(row["generate_tensor"])
     workload = cut_workload(int(row["length"]) - PROMPT, longest - PROMPT)
     config, layout = GenConfig(max_running=RUNNING), Layout(generating // g, g)
-    engine = costs(row["model"], device, layout, "vllm", host=figures.host, gen=config)
+    host = engine_host(row["device"], figures, LOGPROBS_US)
+    engine = costs(row["model"], device, layout, "vllm", host=host, gen=config)
     engine = limit_running(engine, int(row["length"]), float(row["memory"]))
     # Answers for a step are generated with the weights of at most `ahead` steps before, so that as many
     # batches are in flight (`_calculate_target_weights` of NeMo RL's `async_utils`).
     batches = max(1, ahead)
     rollout = RolloutRequest(groups, size, groups * size * batches, batches - 1, 0)
-    generation = seconds(generate(engine, workload, rollout))
     t, c, e, p = (int(row[f"train_{axis}"]) for axis in ("tensor", "context", "expert", "pipe"))
-    kind = "dense" if engine.shape.experts is None else "experts"
     trainer = costs(
         row["model"],
         device,
         Layout(training // (t * c * p), t, p, c, min(e, training // (t * p))),
-        "megatron",
+        row["backend"] or "megatron",
         is_overlapping=True,
-        is_trainer=(is_trainer := (row["device"], kind) not in figures.learning),
-        # Its releases send copies by NCCL: `moe_token_dispatcher_type` is Megatron-Bridge's `alltoall` in
-        # v0.4 and v0.5, as no recipe sets it, and that of examples/configs/grpo_math_1B.yaml in v0.6.
-        has_exchange_kernels=False,
+        is_trainer=True,
+        # Where recipes set no `moe_token_dispatcher_type`, it is `alltoall`: Megatron-Bridge's in v0.4 and
+        # v0.5, and that of examples/configs/grpo_math_1B.yaml later.
+        has_exchange_kernels=bool(row["exchange"]),
         tokens_per_microbatch=longest,
         activation_checkpointing=row["recompute"] == "true",
     )
-    trainer = replace(trainer, is_uneven=is_trainer)
-    num = int(row["minibatches"])
+    num, forwards = int(row["minibatches"]), int(row["forwards"] or 2)
     work = work_of([int(row["length"])] * groups * size, PROMPT, size).share(1 / trainer.layout.num_copies)
-    passes = 2 * seconds(forward(trainer, work)) + seconds(train(trainer, work.share(1 / num), num))
-    learning = passes * figures.learning.get((row["device"], kind), 1.0)
-    refit = refit_seconds(row, training, generating)
-    if ahead:
-        return max(generation, learning) + refit
-    return generation + learning + refit + switch_seconds(trainer, engine, figures)
+    scored = longest * int(row["logprob_batch"])
+    scorer = replace(trainer, config=replace(trainer.config, tokens_per_microbatch=scored))
+    leaving, loaded = (0.0, 0.0) if ahead else switch_seconds(trainer, engine)
+    return {
+        "generation": seconds(generate(engine, workload, rollout)),
+        "logprobs": forwards * seconds(forward(scorer, work)),
+        "training": seconds(train(trainer, work.share(1 / num), num)),
+        "refit": leaving + refit_seconds(row, training, generating),
+        "loaded": loaded,
+    }
 
 
 def refit_seconds(row: Row, training: int, generating: int) -> float:
@@ -135,15 +159,16 @@ def limit_running(engine: ReplicaCosts, length: int, utilization: float) -> Repl
     return replace(engine, config=replace(engine.config, gen=replace(engine.config.gen, max_running=running)))
 
 
-def switch_seconds(trainer: ReplicaCosts, engine: ReplicaCosts, figures: PeerFigures) -> float:
-    """Return the seconds of moving state to the host and back: weights are pinned, the optimizer's are not.
+def switch_seconds(trainer: ReplicaCosts, engine: ReplicaCosts) -> tuple[float, float]:
+    """Return the seconds of moving state to the host, and back: weights are pinned, the optimizer's are not.
 
     Sources: `offload_after_refit` and `move_optimizer` in NeMo RL's Megatron worker, `offload_to_cpu` in
     Megatron's `param_and_grad_buffer.py`, and vLLM's sleep of level 1.
     """
     held = trainer.stage_weights * trainer.itemsize + engine.stage_weights * engine.weight_bytes
-    pinned = send(2 * held, trainer.hardware.host, trainer.hardware).seconds
-    return pinned + unpinned(2 * local_weights(trainer) * STATE_BYTES, trainer.hardware, figures)
+    pinned = send(held, trainer.hardware.host, trainer.hardware).seconds
+    states = local_weights(trainer) * STATE_BYTES
+    return pinned + to_pageable(states), pinned + from_pageable(states)
 
 
 @cache
@@ -178,6 +203,8 @@ class Step:
     backend: str
     tensor: int
     pipe: int
+    context: int = 1
+    expert: int = 1
     microbatch: int = 0
     """Samples of a micro-batch; 0: as many as the longest response has tokens, or 32,768."""
     is_eager: bool = False
@@ -188,26 +215,28 @@ class Step:
     host: HostTimes | None = None
     """The host of the engine; None: as hflow ships it."""
 
-    def generation(self, gpus: int, mean: float, ahead: int) -> float:
+    def generation(self, gpus: int, mean: float, batches: float = 1) -> float:
         """Return the seconds of generating a batch, with the batches that are in flight."""
         config = GenConfig(max_running=RUNNING, cuda_graphs=not self.is_eager)
         layout = Layout(gpus // self.engine_tensor, self.engine_tensor)
         engine = costs(self.model, hardware(self.device), layout, "vllm", host=self.host, gen=config)
         workload = cut_workload(round(mean), self.max_response)
         engine = limit_running(engine, PROMPT + round(mean), self.memory)
-        batches = max(1, ahead)
-        in_flight = self.groups * self.group_size * batches
-        rollout = RolloutRequest(self.groups, self.group_size, in_flight, batches - 1, 0)
+        in_flight = round(self.groups * self.group_size * batches)
+        rollout = RolloutRequest(self.groups, self.group_size, in_flight, math.ceil(batches) - 1, 0)
         return seconds(generate(engine, workload, rollout))
 
     def learning(self, gpus: int, mean: float) -> tuple[float, float]:
         """Return the seconds of a forward pass over the batch, and of its minibatches."""
-        data = gpus // (self.tensor * self.pipe)
+        layout = Layout(
+            gpus // (self.tensor * self.pipe * self.context),
+            *(self.tensor, self.pipe, self.context, self.expert),
+        )
         tokens = self.microbatch * (PROMPT + round(mean)) or max(32_768, self.max_response + PROMPT)
         trainer = costs(
             self.model,
             hardware(self.device),
-            Layout(data, self.tensor, self.pipe),
+            layout,
             self.backend,
             attention="flash-attn",
             is_trainer=True,
@@ -216,42 +245,56 @@ class Step:
             optim=OptimConfig(self.optimizer),
         )
         num = self.groups * self.group_size
-        work = work_of([PROMPT + round(mean)] * num, PROMPT, self.group_size).share(1 / data)
+        work = work_of([PROMPT + round(mean)] * num, PROMPT, self.group_size).share(1 / layout.num_copies)
         updates = train(trainer, work.share(1 / self.minibatches), self.minibatches)
         return seconds(forward(trainer, work)), seconds(updates)
 
 
 def verl_async(figures: PeerFigures) -> Iterator[Comparison]:
-    """Yield what one step ahead gains, at the length that explains the seconds of training in turns.
+    """Yield phases in turns, and what generating ahead gains, at lengths that explain training's seconds.
 
     In turns, parameters go to the host and back three times, for generation, log-probs, and training, and
     optimizer states once, with training (verl/workers/fsdp_workers.py and megatron_workers.py). What goes
     with training is part of its published seconds.
     """
     for row in rows("verl_async"):
-        in_turns, ahead = (
-            replace(_verl_step(row, f"answers_{mode}"), host=figures.host) for mode in ("in_turns", "ahead")
-        )
-        num = num_parameters(model(in_turns.model))
-        params, states = (num * float(row[key]) for key in ("parameter_bytes", "state_bytes"))
-        device = hardware(in_turns.device)
-        updating = float(row["update"]) - unpinned(2 * (params + states), device, figures)
-        mean = bisect(lambda x, s=in_turns: s.learning(16, x)[1], updating, in_turns.max_response)
-        switching = unpinned(2 * (3 * params + states), device, figures)
-        together = in_turns.generation(16, mean, 0) + sum(in_turns.learning(16, mean)) + switching
-        apart = max(ahead.generation(4, mean, 1), sum(ahead.learning(12, mean)))
-        measured = float(row["in_turns"]) / float(row["ahead"])
-        name = f"qwen2.5-7b 16xh20 {row['engine']} 1 ahead: seconds in turns over those ahead"
-        yield compare("verl", "gain by staleness", name, "h20", measured, together / apart, row)
+        in_turns, ahead = _verl_step(row, "t_answers", figures), _verl_step(row, "answers", figures)
+        shape = model(in_turns.model)
+        num = num_parameters(shape)
+        params, states = num * float(row["parameter_bytes"]), num * float(row["state_bytes"])
+        gpus, training = int(row["gpus"]), int(row["train_gpus"])
+        updating = float(row["t_update"]) - to_pageable(params + states) - from_pageable(params + states)
+        mean = bisect(lambda x, s=in_turns, n=gpus: s.learning(n, x)[1], updating, in_turns.max_response)
+        moving = to_pageable(params) + from_pageable(params)
+        generation = moving + in_turns.generation(gpus, mean)
+        logprobs = moving + int(row["t_forwards"]) * in_turns.learning(gpus, mean)[0]
+        together = generation + logprobs + float(row["t_update"])
+        updating = float(row["update"])
+        mean = bisect(lambda x, s=ahead, n=training: s.learning(n, x)[1], updating, ahead.max_response)
+        learning = int(row["forwards"]) * ahead.learning(training, mean)[0] + updating
+        apart = max(ahead.generation(gpus - training, mean, float(row["in_flight"])), learning)
+        mark = "" if shape.experts is None else "MoE "
+        name = f"{row['model']} {gpus}xh20 {row['engine']}"
+        for phase, predicted in (("generation", generation), ("logprobs", logprobs)):
+            spent = float(row[phase]), predicted
+            yield compare("verl", f"{mark}phase", f"{name} in turns: {phase}", "h20", *spent, row)
+        gains = float(row["t_step"]) / float(row["step"]), together / apart
+        name += f" {row['in_flight']} ahead: seconds in turns over those ahead"
+        yield compare("verl", f"{mark}gain by staleness", name, "h20", *gains, row)
 
 
-def _verl_step(row: Row, answers: str) -> Step:
-    """Return the step of a row. verl's engines launch kernels one by one: `enforce_eager` is its default."""
-    backend = {"fsdp": "torch", "megatron": "megatron"}[row["engine"]]
-    t, p = int(row["tensor"]), int(row["pipe"])
-    longest, samples = int(row["max_response"]), int(row["microbatch"])
+def _verl_step(row: Row, answers: str, figures: PeerFigures) -> Step:
+    """Return the step of a row. verl's engines of July 2025 launch kernels one by one (`enforce_eager`)."""
+    keys = "max_response", "minibatches", "engine_tensor", "tensor", "pipe", "context", "expert", "microbatch"
     return Step(
-        "qwen2.5-7b", "h20", 512, int(row[answers]), longest, 16, 2, backend, t, p, samples, is_eager=True
+        model=row["model"],
+        device="h20",
+        groups=512,
+        group_size=int(row[answers]),
+        backend={"fsdp": "torch", "megatron": "megatron"}[row["engine"]],
+        is_eager=row["is_eager"] == "true",
+        host=engine_host("h20", figures, LOGPROBS_US),
+        **{key: int(row[key]) for key in keys},
     )
 
 
@@ -271,14 +314,14 @@ def verl_deepseek(figures: PeerFigures) -> Iterator[Comparison]:
         step = Step(
             *("deepseek-v3", "h20", groups, size, longest, minibatches, engine, "megatron", t, p),
             is_eager=True,
-            host=figures.host,
+            host=engine_host("h20", figures, LOGPROBS_US),
             memory=float(row["memory"]),
             optimizer="adamw_cpu",
         )
         mean, num_bytes = float(row["mean"]), 2 * num_parameters(model(step.model)) / gpus
-        generation, (forward_pass, updates) = step.generation(gpus, mean, 0), step.learning(gpus, mean)
+        generation, (forward_pass, updates) = step.generation(gpus, mean), step.learning(gpus, mean)
         # The policy goes to the host and back for generation, log-probs and training, the reference once.
-        switching = unpinned(2 * 4 * num_bytes, hardware("h20"), figures)
+        switching = to_pageable(4 * num_bytes) + from_pageable(4 * num_bytes)
         whole = generation + 2 * forward_pass + updates + switching
         for name, measured, predicted in (
             ("generation", row["generation"], generation),
@@ -297,12 +340,12 @@ def areal(figures: PeerFigures) -> Iterator[Comparison]:
         gpus = 8 * int(row["machines"])
         in_turns = Step(
             *(row["model"], "h800", 512, 16, 27_000, 4, 1, "megatron", 1, int(row["pipe_in_turns"])),
-            host=figures.host,
+            host=engine_host("h800", figures),
         )
         ahead = replace(in_turns, pipe=int(row["pipe_ahead"]))
 
         def together(mean: float, step: Step = in_turns, half: int = gpus // 2) -> float:
-            return step.generation(half, mean, 0) + sum(step.learning(half, mean))
+            return step.generation(half, mean) + sum(step.learning(half, mean))
 
         mean = bisect(together, 3600 * float(row["in_turns"]) / int(row["steps"]), in_turns.max_response)
         apart = max(ahead.generation(gpus // 4 * 3, mean, 4), sum(ahead.learning(gpus // 4, mean)))

@@ -1,15 +1,15 @@
 """The cost model against published measurements, with the shipped calibrations.
 
-python -m benchmarks.planner.cost_model.validate [--as-shipped] [--save] [--rows SOURCE]
+python -m benchmarks.planner.cost_model.validate [--rows SOURCE] [--save]
 
 Each source is a CSV file in `data/`, with its citation in front. Rows are `fitted` (the shipped calibrations,
 or a figure of the measured program, were chosen with them) or `held out` (nothing was), as their file says or
 by a hash (`comparison.is_held_out`). An error is |predicted / measured - 1|. A gain has the right sign if it
 is predicted on the side of 1 on which it was measured.
 
-Without `--as-shipped`, programs have the figures that were fitted to them (`OF_PEERS`). With it, the planner
-is as `hflow plan` ships, by kind of figure and family of devices, with the error of the former beside it.
-`--save` writes both to `benchmarks/results`, and what plans print to `configs/hardware/accuracy.json`.
+The planner is as `hflow plan` ships. Beside its errors are those with figures that were fitted to the
+measured programs (`OF_PEERS`). `--save` writes both to `benchmarks/results`, and what plans print to
+`configs/hardware/accuracy.json`.
 """
 
 from __future__ import annotations
@@ -44,16 +44,6 @@ from benchmarks.planner.cost_model.training import (
 from benchmarks.planner.cost_model.weights import weight_sync
 
 TARGETS = {
-    "training": 0.10,
-    "decode": 0.12,
-    "RL step": 0.20,
-    "MoE RL step": 0.20,
-    "PPO": 0.20,
-    "gain by staleness": 0.10,
-    "weight sync": 0.40,
-}
-
-SHIPPED_TARGETS = {
     "training pass": 0.15,
     "decode": 0.10,
     "RL step": 0.20,
@@ -79,10 +69,17 @@ KINDS = {
     "weight sync, other roads": "weight update, other roads",
     "gain by staleness": "gain by staleness",
     "MoE gain by staleness": "gain by staleness, experts",
+    "phase": "phase of a step in turns",
+    "MoE phase": "phase of a step in turns, experts",
 }
 """Topic of a source -> the kind of figure."""
-NOT_PLANNED = ("RL step, experts, engines on several machines", "weight update, other roads")
-"""Kinds that no plan of hflow has, and so none prints."""
+NOT_PRINTED = (
+    "RL step, experts, engines on several machines",
+    "weight update, other roads",
+    "phase of a step in turns",
+    "phase of a step in turns, experts",
+)
+"""Kinds that no plan of hflow has, and parts of steps, which are there to explain the errors of these."""
 
 SOURCES: tuple[Source, ...] = (
     llm_foundry,
@@ -104,56 +101,18 @@ SOURCES: tuple[Source, ...] = (
 
 def rank_correlation(pairs: list[Comparison]) -> float:
     """Return Spearman's rank correlation of measured and predicted figures."""
-    order = [sorted(range(len(pairs)), key=lambda i: key(pairs[i])) for key in (_measured, _predicted)]
-    ranks = [{index: rank for rank, index in enumerate(one)} for one in order]
-    return statistics.correlation(
-        [ranks[0][i] for i in range(len(pairs))], [ranks[1][i] for i in range(len(pairs))]
-    )
 
+    def ranks(values: list[float]) -> list[int]:
+        order = sorted(range(len(values)), key=values.__getitem__)
+        return sorted(range(len(values)), key=order.__getitem__)
 
-def _measured(pair: Comparison) -> float:
-    return pair.measured
-
-
-def _predicted(pair: Comparison) -> float:
-    return pair.predicted
+    measured, predicted = [one.measured for one in pairs], [one.predicted for one in pairs]
+    return statistics.correlation(ranks(measured), ranks(predicted))
 
 
 def num_right_signs(pairs: list[Comparison]) -> int:
     """Return how many gains are predicted on the side of 1 that they are measured on."""
     return sum((one.measured > 1) == (one.predicted > 1) for one in pairs)
-
-
-def right_signs(pairs: list[Comparison]) -> str:
-    """Return it beside the number of gains."""
-    return f"{num_right_signs(pairs)} of {len(pairs)}"
-
-
-def summary(found: list[Comparison]) -> list[dict[str, object]]:
-    """Return the errors of each source and topic, apart for fitted and held-out rows, and of each topic."""
-    groups: dict[tuple[str, str, bool], list[Comparison]] = {}
-    for one in found:
-        groups.setdefault((one.topic, one.source, one.is_held_out), []).append(one)
-        if one.is_held_out:
-            groups.setdefault((one.topic, "all held out", True), []).append(one)
-    table = []
-    for (topic, source, is_held_out), pairs in sorted(groups.items()):
-        table.append(
-            {
-                "topic": topic,
-                "source": source,
-                "rows": "held out" if is_held_out else "fitted",
-                "number": len(pairs),
-                "mean error": round(statistics.mean(pair.error for pair in pairs), 3),
-                "median error": round(statistics.median(pair.error for pair in pairs), 3),
-                "worst": round(max(pair.error for pair in pairs), 3),
-                "mean ratio": round(statistics.mean(p.predicted / p.measured for p in pairs), 3),
-                "rank correlation": round(rank_correlation(pairs), 3) if len(pairs) > 2 else None,
-                "right signs": right_signs(pairs) if "gain" in topic else None,
-                "target": TARGETS.get(topic) if is_held_out else None,
-            }
-        )
-    return table
 
 
 def comparisons(figures: PeerFigures) -> list[Comparison]:
@@ -170,7 +129,7 @@ def accuracy(shipped: list[Comparison]) -> dict[str, Any]:
     for family, devices in FAMILIES.items():
         kinds = {}
         for kind in dict.fromkeys(KINDS.values()):
-            if kind not in NOT_PLANNED and (pairs := _held_out(shipped, family, kind)):
+            if kind not in NOT_PRINTED and (pairs := _held_out(shipped, family, kind)):
                 kinds[kind] = {"rows": len(pairs), "error": _mean_error(pairs), "ratio": _median_ratio(pairs)}
                 if "gain" in kind:
                     kinds[kind]["right_signs"] = num_right_signs(pairs)
@@ -178,33 +137,37 @@ def accuracy(shipped: list[Comparison]) -> dict[str, Any]:
     return found
 
 
-def shipped_table(shipped: list[Comparison], with_peers: list[Comparison]) -> list[dict[str, object]]:
-    """Return the errors of the planner as shipped by kind and family, beside those with figures of peers."""
+def error_table(shipped: list[Comparison], with_peers: list[Comparison]) -> list[dict[str, object]]:
+    """Return the errors on held-out rows by kind: of each family of devices, each source, and all."""
     table: list[dict[str, object]] = []
+    sources = dict.fromkeys(one.source for one in shipped)
     for kind in dict.fromkeys(KINDS.values()):
-        for family in (*FAMILIES, "all"):
-            one, other = (_held_out(found, family, kind) for found in (shipped, with_peers))
+        for group in (*FAMILIES, *sources, "all"):
+            one, other = (_held_out(found, group, kind) for found in (shipped, with_peers))
             if not one:
                 continue
+            signs = f"{num_right_signs(one)} of {len(one)}, {num_right_signs(other)}"
             table.append(
                 {
                     "kind": kind,
-                    "family": family,
+                    "of": group,
                     "held out": len(one),
                     "as shipped": _mean_error(one),
                     "median": round(statistics.median(pair.error for pair in one), 3),
+                    "worst": round(max(pair.error for pair in one), 3),
                     "median ratio": _median_ratio(one),
+                    "rank correlation": round(rank_correlation(one), 3) if len(one) > 2 else None,
                     "with peers' figures": _mean_error(other),
-                    "right signs": right_signs(one) if "gain" in kind else None,
-                    "target": SHIPPED_TARGETS.get(kind) if family == "all" else None,
+                    "right signs": signs if "gain" in kind else None,
+                    "target": TARGETS.get(kind) if group == "all" else None,
                 }
             )
     return table
 
 
-def _held_out(found: list[Comparison], family: str, kind: str) -> list[Comparison]:
+def _held_out(found: list[Comparison], group: str, kind: str) -> list[Comparison]:
     of_kind = (one for one in found if one.is_held_out and KINDS[one.topic] == kind)
-    return [one for one in of_kind if family in ("all", one.family)]
+    return [one for one in of_kind if group in ("all", one.family, one.source)]
 
 
 def _mean_error(pairs: list[Comparison]) -> float:
@@ -216,29 +179,26 @@ def _median_ratio(pairs: list[Comparison]) -> float:
 
 
 def main() -> None:
-    """Print the errors of each source."""
+    """Print the errors of each kind of figure."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--as-shipped", action="store_true", help="without figures of measured programs")
-    parser.add_argument("--save", action="store_true", help="write the tables to benchmarks/results")
+    parser.add_argument("--save", action="store_true", help="write the table to benchmarks/results")
     parser.add_argument("--rows", help="print every row of the sources whose name contains this")
     args = parser.parse_args()
     shipped, with_peers = comparisons(AS_SHIPPED), comparisons(OF_PEERS)
-    for one in shipped if args.as_shipped else with_peers:
+    for one, other in zip(shipped, with_peers, strict=True):
         if args.rows is not None and args.rows.lower() in one.source.lower():
             split = "held out" if one.is_held_out else "fitted"
-            print(
-                f"{one.topic:21} {one.name:72} {one.measured:12.4g} {one.predicted:12.4g} "
-                f"{one.predicted / one.measured:6.2f} {split}"
-            )
-    tables = {"as shipped": shipped_table(shipped, with_peers), "summary": summary(with_peers)}
-    _print(tables["as shipped" if args.as_shipped else "summary"])
+            ratios = f"{one.predicted / one.measured:6.2f} {other.predicted / one.measured:6.2f}"
+            print(f"{one.topic:21} {one.name:72} {one.measured:10.4g} {one.predicted:10.4g} {ratios} {split}")
+    table = error_table(shipped, with_peers)
+    _print(table)
     if args.save:
         day, root = datetime.date.today().isoformat(), HERE.parents[2]
         rows = [
             {**vars(one), "with peers' figures": other.predicted}
             for one, other in zip(shipped, with_peers, strict=True)
         ]
-        _write(root / "benchmarks" / "results" / f"{day}-cost-model.json", {**tables, "rows": rows})
+        _write(root / "benchmarks" / "results" / f"{day}-cost-model.json", {"table": table, "rows": rows})
         _write(root / "configs" / "hardware" / "accuracy.json", accuracy(shipped))
 
 

@@ -29,6 +29,11 @@ OTHER_ROADS = "weight sync, other roads"
 """Updates by whole copies that another process gets over HTTP, or by a call for each tensor, which no plan of
 hflow has."""
 
+TO_HOST_GB_PER_S, FROM_HOST_GB_PER_S = 2.3, 8.4
+"""Rates of copies to memory of the host that is new and not pinned, and back: 63 GB of an encoder on an H20
+in 27.2 and 7.5 s (github.com/vllm-project/vllm-omni/pull/5922). To the host of an H200 it was 2.8
+(github.com/sgl-project/sglang/pull/32032). Pages are new each time that they are written."""
+
 
 @dataclass(frozen=True)
 class Update:
@@ -99,7 +104,7 @@ def weight_sync(figures: PeerFigures) -> Iterator[Comparison]:
     for row in rows("weight_sync"):
         path = {
             "one rank": from_one_rank,
-            "engine": to_engine,
+            "engine": from_one_rank,
             "group": to_group,
             "one by one": one_by_one,
             "pinned": through_host,
@@ -112,40 +117,36 @@ def weight_sync(figures: PeerFigures) -> Iterator[Comparison]:
             f"{row['source']} {row['model']} to {row['generate_gpus']}x{row['device']} t{row['engine_gpus']} "
             f"{row['path']}"
         )
-        spent = path(row, figures)
+        spent, rate = path(row), figures.handover_gb_per_s
+        if row["path"] == "engine" and rate is not None:
+            spent += float(row["gigabytes"]) / rate
         topic = OTHER_ROADS if row["path"] in ("engine", "one by one", "handles") else "weight sync"
         yield compare(row["source"], topic, name, row["device"], float(row["seconds"]), spent, row)
 
 
-def unpinned(num_bytes: float, hardware: Hardware, figures: PeerFigures) -> float:
-    """Return the seconds of copying state of a device to memory of the host that is not pinned, or back.
-
-    A core of the host copies it, as it copies weights into the object store.
-    """
-    store = hardware.calibration.transfers.store_gb_per_s
-    return num_bytes / (figures.pageable_gb_per_s.get(hardware.device.name, store) * 1e9)
+def to_pageable(num_bytes: float) -> float:
+    """Return the seconds of copying state of a device to memory of the host that is not pinned."""
+    return num_bytes / (TO_HOST_GB_PER_S * 1e9)
 
 
-def from_one_rank(row: Row, figures: PeerFigures) -> float:
+def from_pageable(num_bytes: float) -> float:
+    """Return the seconds of the way back."""
+    return num_bytes / (FROM_HOST_GB_PER_S * 1e9)
+
+
+def from_one_rank(row: Row) -> float:
     """Return the seconds in which one rank broadcasts everything; its own port carries it.
 
     The next bucket is gathered while one is sent (verl/checkpoint_engine/nccl_checkpoint_engine.py).
     """
     update = Update.of(row)
-    held = float(row["host_copies"]) * update.gathered_bytes / update.trainers
-    copying = unpinned(held, update.hardware, figures) if held else 0.0
+    held, num = update.gathered_bytes / update.trainers, int(row["host_copies"])
+    copying = to_pageable(num // 2 * held) + from_pageable((num - num // 2) * held)
     sending, loading = update.from_one_port()
     return max(copying + update.gather(), sending) + loading
 
 
-def to_engine(row: Row, figures: PeerFigures) -> float:
-    """Return the seconds of `from_one_rank` where receivers hand the weights to an engine's processes."""
-    rate = figures.handover_gb_per_s
-    handing_over = 0.0 if rate is None else Update.of(row).num_bytes / (rate * 1e9)
-    return from_one_rank(row, figures) + handing_over
-
-
-def to_group(row: Row, figures: PeerFigures) -> float:
+def to_group(row: Row) -> float:
     """Return the seconds of an update where gathering, sending and loading take turns at two buffers.
 
     Source: nemo_rl/utils/packed_tensor.py.
@@ -154,7 +155,7 @@ def to_group(row: Row, figures: PeerFigures) -> float:
     return max(update.gather(), *update.from_one_machine())
 
 
-def one_by_one(row: Row, figures: PeerFigures) -> float:
+def one_by_one(row: Row) -> float:
     """Return the seconds in which all tensors are gathered, and then each is sent and loaded.
 
     Source: `_sync_vllm_weights` in verl/experimental/fully_async_policy/base_detach_sync.py.
@@ -163,7 +164,7 @@ def one_by_one(row: Row, figures: PeerFigures) -> float:
     return update.gather() + sum(update.from_one_machine()) + update.calls
 
 
-def through_host(row: Row, figures: PeerFigures) -> float:
+def through_host(row: Row) -> float:
     """Return the seconds of four steps: to pinned memory, into buckets, to the device, and to all engines.
 
     Each training rank copies its share of the gathered tensors. Source: `sync_rollout_weights_by_checkpoint`
@@ -176,7 +177,7 @@ def through_host(row: Row, figures: PeerFigures) -> float:
     return update.gather() + copies + sum(update.from_one_machine())
 
 
-def from_hosts(row: Row, figures: PeerFigures) -> float:
+def from_hosts(row: Row) -> float:
     """Return the seconds in which every rank loads a part from its host and sends it to all others."""
     receivers = int(row["generate_gpus"])
     engine = costs("qwen3-8b", without_checksums(row["device"]), Layout(receivers), "vllm")
@@ -186,7 +187,7 @@ def from_hosts(row: Row, figures: PeerFigures) -> float:
     return loading + send(num_bytes / receivers, engine.hardware.host, engine.hardware).seconds
 
 
-def in_shards(row: Row, figures: PeerFigures) -> float:
+def in_shards(row: Row) -> float:
     """Return the seconds in which engine ranks receive their own parts, from all of the trainer's ranks."""
     receivers, t = int(row["generate_gpus"]), int(row["engine_gpus"])
     engine = costs("qwen3-8b", without_checksums(row["device"]), Layout(receivers // t, t), "vllm")
@@ -194,7 +195,7 @@ def in_shards(row: Row, figures: PeerFigures) -> float:
     return _loaded(row, moved, engine, int(row["train_gpus"]))
 
 
-def colocated(row: Row, figures: PeerFigures) -> float:
+def colocated(row: Row) -> float:
     """Return the seconds in which all ranks gather whole tensors for the engines on their devices."""
     gpus, t = int(row["generate_gpus"]), int(row["engine_gpus"])
     engine = costs(row["model"], without_checksums(row["device"]), Layout(gpus // t, t), "vllm")

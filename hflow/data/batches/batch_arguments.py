@@ -139,10 +139,7 @@ def bind_batch(
     """Return the keyword arguments of a batch-level body: its fields, `Output`, `Sequences` and knobs.
 
     Args:
-        signature: the body's reads, provided parameters and knobs.
-        batch: has columns of every field that the body reads.
         seqs: the batch's shape, on the body's device.
-        output: the model's output, for infer and train bodies.
         computed: fields that the backend has computed, which replace the batch's (`prox_logprobs`).
 
     Raises:

@@ -63,9 +63,7 @@ class DeclaredReturns:
     def read(self, result: Any, lengths: Sequence[int]) -> tuple[tuple[Any, ...], dict[str, float]]:
         """Return the value of each field, and the metrics, of what the body returned.
 
-        Args:
-            result: what it returned.
-            lengths: the number of tokens of each sample that it was called for.
+        `lengths` are the tokens of each sample that it was called for.
 
         Raises:
             ReturnError: if that is not what it declares.
@@ -137,13 +135,7 @@ def checked_rows(node: str, name: str, value: Any, size: int) -> list[Any]:
 def checked_value(node: str, name: str, unit: Unit, value: Any, num_tokens: int, declared: str = "") -> Any:
     """Return the value of one sample as a plain Python value.
 
-    Args:
-        node: the node, for errors.
-        name: the field.
-        unit: the field's unit.
-        value: what the body returned.
-        num_tokens: the sample's number of tokens.
-        declared: the type that the body declares, such as `float`; empty: any of the unit.
+    `declared` is the type that the body declares, such as `float`; empty: any of the unit.
 
     Raises:
         ReturnError: if the value is not one of its unit and type.

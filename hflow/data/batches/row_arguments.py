@@ -28,13 +28,8 @@ def bind_rows(
 ) -> list[dict[str, Any]]:
     """Return the keyword arguments of each call: values for a sample, lists over the members for a group.
 
-    The caller adds provided parameters (`Tokenizer`, `State`, `Engine`).
-
-    Args:
-        signature: the body's reads and knobs.
-        batch: has columns of every field that the body reads; first the rows of the first call.
-        sizes: number of samples of each call; all 1 for calls per sample.
-        level: whether a call is for a sample or for a group.
+    The caller adds provided parameters (`Tokenizer`, `State`, `Engine`). The first rows of the batch are
+    those of the first call; `sizes` has the samples of each.
 
     Raises:
         RunError: if the batch lacks a field.
@@ -55,14 +50,10 @@ def unpack_rows(
     sizes: Sequence[int],
     level: CallLevel,
 ) -> dict[str, Column]:
-    """Return columns from what the calls returned.
+    """Return columns from what the calls returned, of `sizes` samples each.
 
-    Args:
-        returns: (field, unit) of each returned field.
-        results: the fields of each call, as `DeclaredReturns.read` returns them: for a per-group body lists
-            over the members, or one value for a GROUP field.
-        sizes: number of samples of each call.
-        level: whether a call was for a sample or for a group.
+    `results` has the fields of each call, as `DeclaredReturns.read` returns them: for a per-group body lists
+    over the members, or one value for a GROUP field.
     """
     columns = {}
     for index, (field, unit) in enumerate(returns):

@@ -30,22 +30,16 @@ class PrefixSharing:
     def of_owners(cls, owner: Rows) -> PrefixSharing:
         """Return the mapping in which each token has the result of its owner, an equal token or itself.
 
-        Args:
-            owner: int64 `[T]`. An owner is its own owner.
+        `owner` is int64 `[T]`; an owner is its own owner.
         """
         token_of_row = np.flatnonzero(owner == np.arange(len(owner)))
         return cls(token_of_row, np.searchsorted(token_of_row, owner))
 
 
 def share_prefixes(batch: Batch, names: Sequence[str] = ("input_ids",)) -> PrefixSharing | None:
-    """Find the tokens with which all sequences of a group begin.
+    """Find the tokens with which all sequences of a group begin; None if no group shares any.
 
-    Args:
-        batch: has these columns. The members of a group need not be neighbours.
-        names: columns on which the hidden states of a token depend.
-
-    Returns:
-        None if no group shares any.
+    The hidden states of a token depend on the columns `names`. The members of a group need not be neighbours.
     """
     starts, owner, shared = batch.offsets[:-1], np.arange(batch.num_tokens), shared_tokens(batch, names)
     for rows in _groups(batch.groups):

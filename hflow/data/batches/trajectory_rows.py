@@ -22,8 +22,7 @@ from hflow.types.trajectory import TRAJECTORY
 def cut_trajectories(batch: Batch) -> Batch:
     """Return a batch with a row for each trajectory, in the order of samples and tokens.
 
-    Args:
-        batch: has the column `trajectory`, which changes where a trajectory of a sample begins.
+    The column `trajectory` changes where a trajectory of a sample begins.
     """
     index = np.asarray(batch.columns[TRAJECTORY].values)
     begins = np.ones(len(index), dtype=bool)
@@ -47,12 +46,7 @@ def cut_trajectories(batch: Batch) -> Batch:
 
 
 def join_trajectories(rows: Batch, samples: Batch) -> Batch:
-    """Return the columns of rows for the samples that were cut into them.
-
-    Args:
-        rows: has only columns per token, in the order of `cut_trajectories(samples)`.
-        samples: the batch before the cut.
-    """
+    """Return the columns of `cut_trajectories(samples)`, all per token, for the samples."""
     return Batch(samples.samples, samples.groups, samples.lengths, rows.columns)
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, ClassVar
-
-import numpy as np
 
 from hflow.base.errors import DataError
 from hflow.data.rows.row_schema import RowSchema
@@ -14,8 +13,15 @@ from hflow.data.rows.row_schema import RowSchema
 NUM_PAIRS = 10_000
 NUM_HELDOUT = 500
 _SEED = 0
-_ERRORS = np.random.default_rng(_SEED).integers(3 * 9, size=NUM_PAIRS)
-"""For each pair, the position of a wrong digit and its offset, as `9 * position + offset - 1`."""
+
+
+@cache
+def _errors() -> Sequence[int]:
+    """Return for each pair the position of a wrong digit and its offset, as `9 * position + offset - 1`."""
+    import numpy as np
+
+    errors: list[int] = np.random.default_rng(_SEED).integers(3 * 9, size=NUM_PAIRS).tolist()
+    return errors
 
 
 class Addition:
@@ -38,20 +44,27 @@ class Addition:
             raise DataError(
                 f"the addition data takes neither a task nor arguments; remove {schema.key}.arguments"
             )
-        order = np.random.default_rng(_SEED).permutation(NUM_PAIRS)
-        splits = {"train": order[NUM_HELDOUT:], "heldout": order[:NUM_HELDOUT]}
+        splits = {"train": slice(NUM_HELDOUT, None), "heldout": slice(NUM_HELDOUT)}
         if split not in splits:
             raise DataError(f"the addition data has no split {split!r}; choose one of {sorted(splits)}")
-        self._pairs = splits[split]
+        self._split = splits[split]
         self._schema = schema
         schema.check(self.names, "the addition data")
+
+    @cached_property
+    def _pairs(self) -> Sequence[int]:
+        """The split's pairs, as `100 * first + second`."""
+        import numpy as np
+
+        pairs: list[int] = np.random.default_rng(_SEED).permutation(NUM_PAIRS)[self._split].tolist()
+        return pairs
 
     def __len__(self) -> int:
         return len(self._pairs)
 
     def row(self, index: int) -> dict[str, Any]:
         """Return row `index` of the split."""
-        row = self._row(*divmod(int(self._pairs[index]), 100))
+        row = self._row(*divmod(self._pairs[index], 100))
         return self._schema.row(row, self.where(index))
 
     def where(self, index: int) -> str:
@@ -80,7 +93,7 @@ class AdditionPairs(Addition):
 
     def _row(self, first: int, second: int) -> dict[str, Any]:
         right = f"{first + second:03d}"
-        position, offset = divmod(int(_ERRORS[100 * first + second]), 9)
+        position, offset = divmod(_errors()[100 * first + second], 9)
         digit = (int(right[position]) + 1 + offset) % 10
         wrong = f"{right[:position]}{digit}{right[position + 1 :]}"
         return {"prompt": f"{first:02d}+{second:02d}=", "chosen": right, "rejected": wrong}

@@ -120,8 +120,6 @@ def open_dataset(
     With several sources it is a `JoinedRows` of them.
 
     Args:
-        settings: where the rows are.
-        columns: the columns that the recipe declares.
         checks: what the readers of a column of messages need.
 
     Raises:

@@ -26,10 +26,8 @@ class GeneratedRows:
     can read any row, and a run resumes at a position.
 
     Args:
-        function: the function.
         split: the argument `split`, if it has such a parameter.
         arguments: all other arguments.
-        schema: the columns to read.
 
     Raises:
         DataError: if the arguments do not fit.

@@ -28,8 +28,6 @@ class HuggingFaceRows:
     """Rows of a `datasets.Dataset`, which are memory-mapped.
 
     Args:
-        dataset: the rows.
-        schema: the columns to read.
         where: names the dataset in errors.
 
     Raises:
@@ -95,7 +93,6 @@ def open_hub(path: str, split: str, schema: RowSchema) -> HuggingFaceRows:
         path: `hf:OWNER/NAME`, or `hf:OWNER/NAME/CONFIG` for one of several configurations. `@` and a branch,
             tag or commit may follow.
         split: a split, which may be a part of one, as in `train[:10%]`.
-        schema: the columns to read.
 
     Raises:
         DataError: if it cannot be loaded.

@@ -7,14 +7,15 @@ import os
 from codecs import BOM_UTF8
 from json import JSONDecodeError
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any
 
 from hflow.base.errors import DataError
 from hflow.base.json_text import parse_json
 from hflow.data.rows.row_schema import RowSchema
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 MAX_ROW_BYTES = 1 << 26
 """The longest row that is read. A text of this length has more tokens than any model takes."""
@@ -90,6 +91,8 @@ class JsonLines:
     @classmethod
     def _find_lines(cls, descriptor: int, size: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return the byte ranges of the lines that can hold a row."""
+        import numpy as np  # not above: naming data, as most commands do, needs none
+
         if size == 0:
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
         step = cls._CHUNK_BYTES

@@ -32,10 +32,6 @@ def json_value(value: Any, kind: pa.DataType) -> Any:
     A struct of Arrow has the keys of all rows, and null for those that a row lacks. They are left out, at
     any depth, so that a row of Parquet is the row of JSON from which it was written. A map has only keys of
     its own, and becomes an object.
-
-    Args:
-        value: the value in Python.
-        kind: the column's Arrow type.
     """
     if value is None:
         return None

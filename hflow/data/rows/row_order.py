@@ -15,12 +15,8 @@ _GOLDEN_RATIO = (5**0.5 - 1) / 2
 class RowOrder:
     """Rows epoch after epoch, each epoch in a new random order.
 
-    It is a pure function of (seed, position), so resuming needs only the position.
-
-    Args:
-        num_rows: rows of the dataset.
-        seed: one number or several.
-        shuffle: whether epochs have random orders; False: the order of the rows.
+    It is a pure function of (seed, position), so resuming needs only the position. The seed is one number or
+    several. Unless `shuffle`, epochs have the order of the rows.
     """
 
     def __init__(self, num_rows: int, seed: int | tuple[int, ...], shuffle: bool = True) -> None:
@@ -56,8 +52,6 @@ class WeightedOrder:
     Args:
         sizes: rows of each source. Rows are numbered over all sources.
         weights: the shares, up to a common factor.
-        seed: seed of the run.
-        shuffle: whether each epoch of a source has a random order.
     """
 
     _BLOCK = 1 << 16

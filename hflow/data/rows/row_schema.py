@@ -85,10 +85,6 @@ class RowSchema:
     def row(self, row: Mapping[str, Any], where: str) -> dict[str, Any]:
         """Return the declared columns of a source's row, in their declared order.
 
-        Args:
-            row: all columns of the source.
-            where: position of the row, for errors.
-
         Raises:
             DataError: if a column is missing or a value has the wrong type.
         """

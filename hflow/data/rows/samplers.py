@@ -149,13 +149,7 @@ SAMPLERS = Registry(
 
 
 def find_sampler(name: str, arguments: Mapping[str, Any], known: Mapping[str, Sampler], key: str) -> Sampler:
-    """Return the function of a sampler's name.
-
-    Args:
-        name: one of `SAMPLERS`, or of the recipe's.
-        arguments: keyword arguments of the function.
-        known: the recipe's functions with `@sampler`, by name.
-        key: the dataset's key in the configuration, for errors.
+    """Return a function of `SAMPLERS` or of the recipe with its keyword arguments.
 
     Raises:
         ConfigError: for an unknown name, and arguments that do not fit.

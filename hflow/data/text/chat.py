@@ -27,12 +27,7 @@ def find_length_problem(tokenizer: Any, text: str, max_tokens: int | None) -> st
     """Return the reason why a text cannot fit into a sequence of a model; None if it may.
 
     Only the beginning of a long text is encoded. If that has twice the tokens that fit, the rest cannot make
-    them so few.
-
-    Args:
-        tokenizer: a Hugging Face tokenizer.
-        text: the text to encode.
-        max_tokens: tokens of the longest sequence; None: there is no bound.
+    them so few. Without `max_tokens` there is no bound.
     """
     if max_tokens is None or len(text) <= _CHARACTERS_PER_TOKEN * max_tokens:
         return None
@@ -50,11 +45,6 @@ def check_known(tokenizer: Any, text: str, ids: Sequence[int]) -> None:
 
     The token for unknown text may have another use, such as the end of a text. Where the text names it, it is
     allowed.
-
-    Args:
-        tokenizer: a tokenizer of Hugging Face.
-        text: what was encoded.
-        ids: the sample's tokens.
 
     Raises:
         DataError: if the vocabulary lacks a character; names it.
@@ -92,11 +82,7 @@ def _probes(text: str) -> list[list[dict[str, Any]]]:
 
 
 def template_problem(render: Callable[[list[dict[str, Any]]], str]) -> str | None:
-    """Return the reason why a chat template cannot be used, as a sentence's end; None if it can.
-
-    Args:
-        render: applies the template to messages.
-    """
+    """Return the reason why a chat template cannot be used, as a sentence's end; None if it can."""
     from jinja2 import TemplateSyntaxError
 
     constant = None
@@ -207,8 +193,6 @@ class ChatTemplate:
         """Check the template.
 
         Args:
-            tokenizer: a tokenizer of Hugging Face, with the template.
-            stop_ids: tokens that end a turn.
             max_tokens: tokens of the model's longest sequence; None: there is no bound.
             kwargs: variables that the template uses.
             images: prepares images; None: the model only reads text.
@@ -240,10 +224,8 @@ class ChatTemplate:
         Only this text is encoded, so the tokens before it stay unchanged.
 
         Args:
-            added: messages after the assistant's turn.
             end: the text that ended the turn, empty if it was cut. If the template ends turns with it, it is
                 not repeated.
-            tools: schemas of the tools that the conversation offers.
 
         Raises:
             DataError: if the template hides the assistant's turn or rejects the messages.

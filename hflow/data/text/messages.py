@@ -56,12 +56,9 @@ _MAX_SHOWN = 80
 def normal_messages(
     messages: Any, name: str = "messages", source: ImageSource = NOWHERE
 ) -> list[dict[str, Any]]:
-    """Return a conversation in its one form.
+    """Return a conversation of at least one message in its one form.
 
-    Args:
-        messages: a list of at least one message.
-        name: what it is called in errors.
-        source: where images that are given by name may come from.
+    `source` says where images that are given by name may come from.
 
     Raises:
         DataError: for what cannot be put into a chat template, or would mean something else there.
@@ -99,20 +96,18 @@ def check_learned(messages: Sequence[Mapping[str, Any]], name: str = "messages")
         )
 
 
-def normal_tools(tools: Any, name: str = "tools") -> tuple[Any, ...]:
+def normal_tools(tools: Any) -> tuple[Any, ...]:
     """Return JSON schemas of functions in the form of OpenAI's API. Python functions stay as they are.
 
-    Args:
-        tools: a list of functions and schemas. A schema may be an object that has it as `function`.
-        name: what it is called in errors.
+    A schema may be an object that has it as `function`.
 
     Raises:
         DataError: for anything else.
     """
     if not isinstance(tools, list | tuple):
-        raise DataError(f"{name} must be a list of functions, but it is {_shown(tools)}")
+        raise DataError(f"tools must be a list of functions, but it is {_shown(tools)}")
     return tuple(
-        tool if callable(tool) else _normal_tool(tool, f"{name}[{i}]") for i, tool in enumerate(tools)
+        tool if callable(tool) else _normal_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)
     )
 
 
@@ -247,7 +242,6 @@ def with_images(messages: Sequence[Mapping[str, Any]], images: Sequence[Any] | N
     any, the images are in front of the text of the user's last message.
 
     Args:
-        messages: messages in their one form.
         images: what `read_image` takes, in the order of the places; None: the messages have all images.
 
     Raises:

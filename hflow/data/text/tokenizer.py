@@ -197,10 +197,7 @@ class TextTokenizer:
         return ids if ids[: len(prefix)] == prefix else prefix + ids
 
     def encode_content(self, content: Any) -> tuple[list[int], tuple[PlacedImage, ...]]:
-        """Return the ids of a raw prompt with images, and where these are.
-
-        Args:
-            content: a text, or parts of a message in its one form.
+        """Return the ids of a text or of parts of a message in its one form, and the places of its images.
 
         Raises:
             BackendError: if the text is too long for the model.
@@ -257,12 +254,7 @@ class TextTokenizer:
             )
 
     def turn_end(self, ids: Sequence[int], stops: Sequence[str] = ()) -> str:
-        """Return the text that ended a generated turn: its stop token or a stop string; empty if it was cut.
-
-        Args:
-            ids: tokens up to the end of the turn.
-            stops: the strings that end a turn.
-        """
+        """Return the text that ended a generated turn: a stop token or stop string; empty if it was cut."""
         if not ids:
             return ""
         if ids[-1] in self.stop_ids or ids[-1] in self._hf.all_special_ids:
@@ -449,10 +441,6 @@ def has_tokenizer(directory: Path) -> bool:
 def eos_ids(config: Mapping[str, Any], where: str) -> tuple[int, ...]:
     """Return the end-of-text tokens in a model's or generation config.
 
-    Args:
-        config: the file's content.
-        where: the file's name, for the message.
-
     Raises:
         DataError: for anything but ids.
     """
@@ -492,9 +480,7 @@ def _prefix_ids(tokenizer: Any) -> tuple[int, ...]:
 def character_tokenizer(alphabet: str, of_images: Sequence[str] = ()) -> Any:
     """Build a Hugging Face tokenizer with one token per character, for models trained on small alphabets.
 
-    Args:
-        alphabet: the characters.
-        of_images: the tokens that mark images, if the model sees.
+    `of_images` are the tokens that mark images.
 
     Raises:
         DataError: if the alphabet is empty or has a character twice.

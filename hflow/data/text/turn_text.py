@@ -15,8 +15,6 @@ class TurnText:
     call.
 
     Args:
-        decode: token ids -> text.
-        stops: strings before which the text ends.
         num_safe: length of the beginning of a text that is in front of all tool calls, whatever follows; None
             if there are no tools.
     """

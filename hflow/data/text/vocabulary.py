@@ -16,21 +16,14 @@ alphabet's characters in order."""
 
 
 def character_vocabulary(alphabet: str, of_images: Sequence[str] = ()) -> dict[str, int]:
-    """Return the ids of the tokens of a character tokenizer.
-
-    Args:
-        alphabet: the characters.
-        of_images: the tokens that mark images.
-    """
+    """Return the ids of a character tokenizer: those of the alphabet, and of tokens that mark images."""
     return {token: i for i, token in enumerate((*SPECIAL_TOKENS, *of_images, *alphabet))}
 
 
 def read_vocabulary(path: str | None, alphabet: str | None) -> Mapping[str, int] | None:
-    """Return the ids of a tokenizer's tokens; None if they are not in a `tokenizer.json`.
+    """Return the ids of the tokens in a checkpoint's `tokenizer.json`; None if they are elsewhere.
 
-    Args:
-        path: a checkpoint's directory, as in `TokenizerSettings`.
-        alphabet: characters of a character tokenizer, used if the path has no tokenizer.
+    Without one at the path, as in `TokenizerSettings`, they are those of the alphabet.
 
     Raises:
         DataError: if the file is not one of a tokenizer.

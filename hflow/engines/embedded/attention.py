@@ -72,10 +72,6 @@ def attend(
         query: `[1, heads, rows, head_dim]`.
         key: `[1, kv_heads, rows, head_dim]`.
         value: the values, as `key`; of another size in latent attention.
-        attention_mask: unused; the step determines what each row sees.
-        packed_step: the step, passed through the model's forward.
-        scaling: factor of the scores.
-        kwargs: other arguments of the architecture.
 
     Returns:
         `[1, rows, heads, head_dim]`, and None for the attention weights.
@@ -103,13 +99,9 @@ def attend_rows(
     """Store the keys and values of one layer in the cache, and attend.
 
     Args:
-        step: the step.
-        layer: index of the layer in the cache.
         queries: `[rows, heads, head_dim]`.
         keys: `[rows, kv_heads, head_dim]`.
         values: the values, as `keys`; of another size in latent attention.
-        scale: factor of the scores.
-        reach: what a query attends to.
         is_stored: whether keys and values are in the cache already.
 
     Returns:

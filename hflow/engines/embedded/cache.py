@@ -51,8 +51,6 @@ class CachedAttention(Protocol):
             queries: `[B, heads, head_dim]`.
             keys: the keys of a layer, `[blocks, kv_heads, tokens, head_dim]`.
             values: the values, as `keys`; of another size in latent attention.
-            scale: factor of the scores.
-            reach: what a query attends to.
 
         Returns:
             `[B, heads, head_dim]`.
@@ -107,31 +105,21 @@ class KVCache(ABC):
     def enter(self, members: Sequence[GenerationRequest]) -> Ints:
         """Number sequences that were admitted, in order, after those that run.
 
-        Returns:
-            `[members]`, the tokens of each, from the first one on, that another sequence stores for it.
+        Return `[members]`, the tokens of each, from the first one on, that another sequence stores for it.
         """
 
     @abstractmethod
     def grow(self, lengths: Ints) -> int:
-        """Make room for the last token of each running sequence.
+        """Make room for the last token of each running sequence, which `lengths`, `[n]`, include.
 
-        Args:
-            lengths: `[n]`, tokens of each, the last one included.
-
-        Returns:
-            The number of sequences, from the first one on, that have room. The others have left.
+        Return the number of sequences, from the first one on, that have room. The others have left.
         """
 
     @abstractmethod
     def arrange(self, kept: Ints, lengths: Ints) -> Ints:
-        """Let all sequences but some leave, and number these anew.
+        """Let all sequences but the numbers `kept`, `[k]`, ascending, leave, and number these anew.
 
-        Args:
-            kept: `[k]`, numbers of the sequences that stay, ascending.
-            lengths: `[k]`, their tokens.
-
-        Returns:
-            `[k]`, their former numbers in the new order.
+        Return their former numbers in the new order, `[k]`.
         """
 
     @abstractmethod
@@ -144,12 +132,7 @@ class KVCache(ABC):
 
     @abstractmethod
     def attention(self, lengths: Ints, dtype: torch.dtype) -> CachedAttention:
-        """Return the attention of a step.
-
-        Args:
-            lengths: `[B]`, tokens of each running sequence, the one of this step included.
-            dtype: the model's dtype.
-        """
+        """Return the attention of a step; `lengths`, `[B]`, include the tokens of the step."""
 
     @abstractmethod
     def _allocate(self, like: Tensor) -> Tensor:
@@ -282,15 +265,7 @@ class BandAttention:
 
 
 def assign_slots(slots: Ints, lengths: Ints) -> Ints:
-    """Assign n sequences to slots 0 .. n-1, longer bands first, moving as few as possible.
-
-    Args:
-        slots: `[n]`, the current slots.
-        lengths: `[n]`, tokens of each sequence.
-
-    Returns:
-        `[n]`, the new slots.
-    """
+    """Return n sequences' slots, 0 .. n-1, `[n]`: longer bands first, moving as few as possible."""
     band = _band(lengths)
     band_of_slot = np.sort(band)[::-1]
     """Slot -> band of the sequence to put there."""

@@ -59,11 +59,7 @@ class DecodeGraphs:
         """Capture nothing yet: a graph is captured when it is first needed.
 
         Args:
-            decoder: computes the steps.
             cache: the engine's cache, for `graph_rows(max_running)[-1]` sequences.
-            device: the device of both.
-            max_running: most sequences of a step.
-            max_length: most tokens of a sequence.
             capture: captures a step; of CUDA graphs it is `cuda_capture()`.
         """
         self._decoder, self._cache, self._device = decoder, cache, device
@@ -79,14 +75,9 @@ class DecodeGraphs:
         self._graphs.clear()
 
     def logits(self, last_ids: Ints, positions: Ints) -> Tensor:
-        """Run a step, which stores its keys and values in the cache.
+        """Run a step, which stores its keys and values in the cache; return its logits, `[B, V]`.
 
-        Args:
-            last_ids: `[B]`, the last token of each sequence, for which the cache has room.
-            positions: `[B]`, its position.
-
-        Returns:
-            `[B, V]`.
+        It takes the last token of each sequence, for which the cache has room, and its position: both `[B]`.
         """
         num = len(last_ids)
         rows = next(rows for rows in self._rows if rows >= num)

@@ -38,11 +38,8 @@ ARRANGED_FOR = 32
 def join_projections(module: nn.Module, device: torch.device) -> None:
     """Make the parameters of layers with one input views of one tensor, on the device.
 
-    They keep names and shapes. One layer exists twice meanwhile.
-
-    Args:
-        module: a model to which `families.own_forward_objection` has no objection.
-        device: where the tensors are made.
+    They keep names and shapes. One layer exists twice meanwhile. The module is one to which
+    `families.own_forward_objection` has no objection.
     """
     causal_lm: Any = module
     for layer in causal_lm.model.layers:
@@ -219,14 +216,10 @@ class _Projections(NamedTuple):
     def __call__(
         self, x: Tensor, head_dim: int, cos: Tensor, sin: Tensor, stored: StoredHeads | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries `[R, H, d]`, and keys and values `[R, K, d]`.
+        """Return queries `[R, H, d]`, and keys and values `[R, K, d]`, of inputs `[R, D]`.
 
-        Args:
-            x: `[R, D]`.
-            head_dim: d.
-            cos: cosines `[R, 1, d]`.
-            sin: sines, as `rotated` takes them.
-            stored: where Triton's kernel stores keys and values; None if they are stored later.
+        Cosines are `[R, 1, d]`, sines as `rotated` takes them. Triton's kernel stores keys and values in
+        `stored`; None if they are stored later.
         """
         sizes = [size // head_dim for size in self.joined.sizes]
         heads = self.joined(x).view(x.shape[0], -1, head_dim)
@@ -258,11 +251,7 @@ class DenseDecoder:
     """Computes logits of packed rows from the parameters of a causal LM of transformers."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Look up the modules.
-
-        Args:
-            module: a model to which `families.own_forward_objection` has no objection.
-        """
+        """Look up the modules of a model to which `families.own_forward_objection` has no objection."""
         causal_lm: Any = module
         body = causal_lm.model
         self._embedding: Tensor = body.embed_tokens.weight
@@ -313,15 +302,9 @@ class DenseDecoder:
         return self.head(self.hidden(input_ids, positions, step).index_select(0, logit_rows))
 
     def hidden(self, input_ids: Tensor, positions: Tensor, step: PackedStep) -> Tensor:
-        """Run the step, which stores its keys and values in the cache.
+        """Run a step of ids and positions, int64 `[R]`; return the last layer's output, `[R, D]`.
 
-        Args:
-            input_ids: int64 `[R]`.
-            positions: int64 `[R]`.
-            step: the step of these rows.
-
-        Returns:
-            The last layer's output, `[R, D]`.
+        The step stores its keys and values in the cache.
         """
         hidden = self._embedding.index_select(0, input_ids)
         cos, sin = self._rotary(positions, hidden, step.max_length)

@@ -104,11 +104,9 @@ class EmbeddedEngine(GenerationEngine):
         decode: Decode | None = None,
         base: EmbeddedEngine | None = None,
     ) -> None:
-        """Build the model.
+        """Build the model. `options` are fields of `EngineOptions`.
 
         Args:
-            settings: architecture or checkpoint, dtype and device.
-            options: fields of `EngineOptions`.
             module: a trainer's module whose parameters the engine shares. Its owner calls `set_version` after
                 an update; `load_weights` raises.
             decode: token ids to text, for requests with stop strings.

@@ -48,9 +48,7 @@ class ExpertRecorder:
     ) -> Iterator[None]:
         """Record the step that the block runs, for the requests that ask for it.
 
-        Args:
-            running: the requests of the first rows, one row each.
-            groups: the groups that enter; the rows of their prompts follow.
+        The first rows of the step are of the running requests, one each; the prompts of the groups follow.
         """
         requests = chain(running, *(group.members for group in groups))
         if not any(ROUTED_EXPERTS in request.params.record for request in requests):

@@ -16,12 +16,7 @@ THROUGH_MODULES = "it runs through the modules of transformers, which is slower"
 
 
 def own_forward_objection(config: Mapping[str, Any], has_adapters: bool) -> str | None:
-    """Return the reason why a model runs through transformers' modules; None if `DenseDecoder` runs it.
-
-    Args:
-        config: an HF config as a dict.
-        has_adapters: whether low-rank adapters are beside the weights.
-    """
+    """Return the reason why a model runs through transformers' modules; None if `DenseDecoder` runs it."""
     kind, activation = config.get("model_type"), config.get("hidden_act") or "silu"
     rope = (config.get("rope_parameters") or config.get("rope_scaling") or {}).get("rope_type", "default")
     if kind not in DENSE_FAMILIES:

@@ -32,7 +32,6 @@ def build_module(
     """Build a Hugging Face causal LM in evaluation mode with the engine's attention.
 
     Args:
-        settings: what to build.
         shared: a module of the same architecture whose parameters are used, so that a trainer's updates take
             effect at once; None for parameters of its own.
         base: the module of another engine, whose parameters but adapters are used where `shared` is None.
@@ -141,7 +140,6 @@ class FreedParameters:
     Parameter objects stay the same, so tied ones stay tied. Buffers are small and keep their memory.
 
     Args:
-        parameters: the parameters of a module.
         keep: whether to keep the values, in pinned host memory.
     """
 
@@ -164,11 +162,7 @@ class FreedParameters:
 
 
 class CommonParameters:
-    """The parameters that several engines use, whose memory is free while all of these sleep.
-
-    Args:
-        parameters: the parameters of a module.
-    """
+    """The parameters that several engines use, whose memory is free while all of these sleep."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = list(parameters)
@@ -183,11 +177,7 @@ class CommonParameters:
             self._freed = None
 
     def release(self, keep: bool) -> None:
-        """Have one engine less use them, and free the memory if it was the last one.
-
-        Args:
-            keep: whether to keep the values then.
-        """
+        """Have one engine less use them, and free the memory after the last one; `keep` keeps the values."""
         self._num_users -= 1
         if not self._num_users:
             self._freed = FreedParameters(self._parameters, keep)

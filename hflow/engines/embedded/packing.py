@@ -60,8 +60,6 @@ def pack_step(
         running: the sequences that decode, in the order of their numbers; none if they do so elsewhere.
         groups: entering prompts, whose members get the numbers from `first_free` on, in order.
         cache: has room for all of them.
-        dtype: the model's dtype.
-        device: the model's device.
         first_free: the number of running sequences, also of those that decode elsewhere.
     """
 

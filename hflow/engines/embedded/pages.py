@@ -40,11 +40,7 @@ class PagedCache(KVCache):
     def __init__(self, num_pages: int, max_sequences: int, max_length: int, device: torch.device) -> None:
         """Allocate the table. Pages are allocated when they are first written.
 
-        Args:
-            num_pages: page 0 included; enough for a sequence of `max_length`.
-            max_sequences: sequences that run at once at most.
-            max_length: tokens of a sequence at most.
-            device: the device of the table.
+        `num_pages` counts page 0, and is enough for a sequence of `max_length` tokens.
         """
         super().__init__()
         self.num_drops = 0

@@ -33,12 +33,7 @@ class RecordingEngine(EmbeddedEngine):
     """Records every token that it draws."""
 
     def __init__(self, draws: Draws, *engine_args: Any) -> None:
-        """Build the engine.
-
-        Args:
-            draws: the record, extended in place.
-            *engine_args: arguments of `EmbeddedEngine`.
-        """
+        """Build an `EmbeddedEngine` with these arguments; it extends the record `draws` in place."""
         super().__init__(*engine_args)
         self._draws = draws
         self._keys: dict[int, tuple[int, tuple[int, ...]]] = {}
@@ -72,12 +67,7 @@ class ReplayingEngine(EmbeddedEngine):
     """Draws the tokens of a record."""
 
     def __init__(self, draws: Draws, *engine_args: Any) -> None:
-        """Build the engine.
-
-        Args:
-            draws: the record of another run.
-            *engine_args: arguments of `EmbeddedEngine`.
-        """
+        """Build an `EmbeddedEngine` with these arguments; `draws` is the record of another run."""
         super().__init__(*engine_args)
         self._draws = draws
 

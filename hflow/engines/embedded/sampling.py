@@ -112,13 +112,9 @@ def draw(
     positions: np.ndarray[tuple[int], np.dtype[np.int64]],
     forced: Tensor | None = None,
 ) -> Drawn:
-    """Draw a token for each row.
+    """Draw a token for each row of logits `[S, V]`, at `positions`, int64 `[S]`, in their sequences.
 
-    Args:
-        logits: `[S, V]`, any float dtype.
-        rows: parameters of the S sequences.
-        positions: int64 `[S]`, index of the token to draw in its sequence.
-        forced: int64 `[S]`, tokens to use in place of drawn ones; None to draw.
+    `forced`, int64 `[S]`, are tokens to use in place of drawn ones; None to draw.
     """
     if forced is None and rows.top_k is None and (kernels := triton_kernels(logits.device)) is not None:
         uniform = to_device(torch.from_numpy(uniforms(rows.words, positions)), logits.device)

@@ -22,12 +22,7 @@ from hflow.vision.interface import ImageFeatures, VisionFamily
 
 
 class StepImages:
-    """Runs the steps of a model that sees.
-
-    Args:
-        module: the HF model, with its output layer.
-        family: the family of the model.
-    """
+    """Runs the steps of a model that sees, an HF model with its output layer."""
 
     def __init__(self, module: nn.Module, family: VisionFamily) -> None:
         self._module: Any = module
@@ -43,10 +38,7 @@ class StepImages:
     ) -> Tensor:
         """Return the logits `[len(logit_rows), V]` of a step.
 
-        Args:
-            packed: the step.
-            decoding: the sequences whose last tokens it has first.
-            groups: the prompts that follow.
+        It has the last tokens of the sequences `decoding` first; the prompts of the groups follow.
         """
         rows = RowsOfImages.of(self._sequences(len(decoding), groups), self._config["image_token_id"])
         hidden = hidden_states(

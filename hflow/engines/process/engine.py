@@ -200,10 +200,7 @@ def engine_name(setup: EngineSetup, launch: EngineLaunch) -> str:
 def process_settings(setup: EngineSetup, launch: EngineLaunch, directory: Path) -> ProcessSettings:
     """Return the settings from which the process builds its engine.
 
-    Args:
-        setup: the engine's setup.
-        launch: starts the engine's library.
-        directory: a temporary directory, where the config of a model without a checkpoint is written.
+    The config of a model without a checkpoint is written to `directory`, a temporary one.
     """
     settings, config, together = setup.settings, read_config(setup.settings), (setup, *setup.guests)
     model = settings.path or write_config(settings, config, directory / "model")
@@ -244,11 +241,7 @@ def reads_checkpoint(setup: EngineSetup) -> bool:
 
 
 def write_config(settings: ModelSettings, config: Any, directory: Path) -> str:
-    """Write the config of a model that starts from random weights, as libraries read it.
-
-    Returns:
-        The directory.
-    """
+    """Write the config of a model with random weights, as libraries read it; return the directory."""
     with translate_errors(settings.name):
         architecture: Any = auto_model(config)._model_mapping[type(config)]
         config.architectures = [architecture.__name__]

@@ -38,11 +38,7 @@ from hflow.engines.request import Decode
 
 
 class EngineLoop:
-    """Receives calls, steps the engine, and sends results.
-
-    Args:
-        connection: the connection to the worker.
-    """
+    """Receives calls from the worker, steps the engine, and sends results."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -94,12 +94,7 @@ class EngineProcess:
     """
 
     def __init__(self, name: str, log: Path | None) -> None:
-        """Prepare.
-
-        Args:
-            name: the engine's, for errors.
-            log: the file to which what it prints is appended; None: one in `directory`.
-        """
+        """Prepare. What it prints is appended to `log`; None: a file in `directory`."""
         advice = "start the run again from its last checkpoint"
         self._process = ChildProcess(name, _MODULE, advice, log)
         self.directory = self._process.directory
@@ -110,11 +105,9 @@ class EngineProcess:
         self._failure: Exception | None = None
 
     def start(self, environment: Mapping[str, str], first_message: ProcessSettings) -> None:
-        """Start the process and wait until its engine is built.
+        """Start the process, and wait until its engine is built from the settings.
 
-        Args:
-            environment: variables besides those of this process.
-            first_message: what it is built from.
+        `environment` has variables besides those of this process.
 
         Raises:
             HflowError: when it cannot be built.

@@ -30,11 +30,8 @@ class SentImages:
     def take_new(self, images: Sequence[PlacedImage]) -> tuple[list[ProcessedImage], list[str]]:
         """Count a request's images as sent.
 
-        Args:
-            images: the images of the request, which all remain until another request is added.
-
-        Returns:
-            The images to send before the request, and the digests of those that the process forgets for them.
+        The request's images all remain until another request is added. Return those to send before it, and
+        the digests of those that the process forgets for them.
         """
         new: dict[str, ProcessedImage] = {}
         for _, image in images:

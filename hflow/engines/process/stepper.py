@@ -35,10 +35,6 @@ class Stepper(Protocol):
 
         Its requests run together with those of this one. Called for each of `ProcessSettings.guests`, which
         only an engine with the trait `shares_base` has.
-
-        Args:
-            settings: the other model's.
-            decode: finds its stop strings.
         """
         raise NotImplementedError
 
@@ -68,9 +64,7 @@ class Stepper(Protocol):
     def load_weights(self, incoming: Sequence[bytes], version: int) -> LoadedWeights:
         """Load the weights of a version. Running requests keep their tokens, and are prefilled again.
 
-        Args:
-            incoming: the pickled `IncomingWeights` of each rank.
-            version: the version of the weights.
+        `incoming` has the pickled `IncomingWeights` of each rank.
         """
 
     def set_version(self, version: int) -> None:

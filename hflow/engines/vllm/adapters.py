@@ -43,7 +43,6 @@ class HeldAdapters:
 
     Args:
         model_runner: vLLM's, of a model that it runs with LoRA.
-        request: the model's name in requests, which stays in the buffers.
         lora: the model's adapters. vLLM's buffers may have a larger rank and further modules, which are zero.
 
     Raises:
@@ -60,9 +59,7 @@ class HeldAdapters:
     def load(self, incoming: IncomingWeights, scale: float) -> LoadedWeights:
         """Write new adapters into the buffers, and check that these hold them.
 
-        Args:
-            incoming: the rank's.
-            scale: alpha / r. vLLM's matrix B has it as a factor.
+        The factor of the adapters, alpha / r, is in vLLM's matrix B.
 
         Raises:
             BackendError: if names or shapes differ from the model's.
@@ -82,13 +79,7 @@ class HeldAdapters:
 
 
 def held_adapters(model: nn.Module, slot: int, lora: AdapterSizes) -> dict[str, Block]:
-    """Return a rank's part of the matrices of a model's adapters.
-
-    Args:
-        model: a rank's model, in vLLM's layers with LoRA.
-        slot: the place of these adapters in vLLM's buffers.
-        lora: the adapters.
-    """
+    """Return a rank's part of the matrices of the adapters at the place `slot` in vLLM's buffers."""
     r, targets = lora
     packed = packed_modules(model)
     held: dict[str, Block] = {}
@@ -128,12 +119,10 @@ def add_on_cpu(
     adapter.
 
     Args:
-        wrapper: knows the adapters of each token.
         y: `[T, O]`, the output of the layer's parts side by side.
         x: `[T, I]`.
         lora_a_stacked: the matrices A of each part, `[slots, 1, r, I]`.
         lora_b_stacked: the matrices B of each part, `[slots, 1, O of the part, r]`.
-        scale: the factor of the adapter's output.
         output_slices: the size O of each part.
     """
     slots = wrapper.token_lora_indices[: len(x)]

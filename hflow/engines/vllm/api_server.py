@@ -22,14 +22,7 @@ _MODULE = "hflow.engines.vllm.api_server_main"
 
 
 class VllmApiServer(ApiServer):
-    """vLLM's server as a child process.
-
-    Args:
-        setup: the model, and the limits of the engine.
-        host: address to listen on.
-        port: 0 for a free one.
-        api_key: None: requests need no key.
-    """
+    """vLLM's server as a child process, on a free port if `port` is 0; without `api_key` it needs none."""
 
     def __init__(self, setup: EngineSetup, host: str, port: int, api_key: str | None) -> None:
         self._setup = setup

@@ -176,6 +176,11 @@ def check(served: ServedModel) -> Iterator[str]:
         yield f"{replica.name}: vllm's latent attention on GPUs needs bf16. Set {key}.dtype=bf16."
     yield from _unquantizable(served, shape)
     lora, tensor = served.config.lora, replica.layout.tensor
+    if shape.has_fused_mlp and tensor > 1:
+        yield (
+            f"{replica.name} has {tensor} tensor ranks, but gate and up of {shape.family} are one matrix, "
+            f"which vllm updates on one rank only. Set {key}.gen.layout=t1."
+        )
     if lora is not None and lora.base is not None and tensor > 1:
         yield (
             f"{replica.name} has {tensor} tensor ranks, but {key}.lora.base={lora.base} rounds whole "

@@ -17,12 +17,8 @@ from pathlib import Path
 def compile_turn(key: str, directory: Path, log: Logger) -> Iterator[None]:
     """Build an engine inside: alone if it is the first of those with its key, else after the first.
 
-    A process that ends, however it does, ends its turn. An engine that starts later does not wait.
-
-    Args:
-        key: equal for engines that compile the same.
-        directory: the directory of the locks, on a disk of this machine. It is made if necessary.
-        log: says that the engine waits.
+    A process that ends, however it does, ends its turn. An engine that starts later does not wait. The key is
+    equal for engines that compile the same. The locks are in `directory`, on a disk of this machine.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / f"{key}.lock").open("w") as lock:

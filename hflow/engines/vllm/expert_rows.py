@@ -32,11 +32,9 @@ class ExpertRows:
     form: RowFormat
 
     def pack(self, experts: npt.NDArray[Any] | None, num_tokens: int) -> list[bytes]:
-        """Return the row of each token.
+        """Return the row of each of T tokens, which were computed and have no row yet.
 
-        Args:
-            experts: what vLLM returns, `[T, N, K]`, with unused entries in layers without experts.
-            num_tokens: T, the number of tokens that were computed and have no row yet.
+        vLLM returns `experts`, `[T, N, K]`, with unused entries in layers without experts.
 
         Raises:
             BackendError: if a token or a layer has no experts.

@@ -78,13 +78,10 @@ def packed_modules(model: Any) -> Packed:
 def held_by_module(
     module: nn.Module, path: str, parameters: Mapping[str, Tensor], packed: Packed
 ) -> Iterator[Block]:
-    """Yield a rank's part of each checkpoint tensor that is in the parameters of a module.
+    """Yield a rank's part of each checkpoint tensor in the parameters of a module without its submodules.
 
-    Args:
-        module: a module of the model, without its submodules.
-        path: the module's path in the checkpoint.
-        parameters: the module's parameters in the form in which they are loaded.
-        packed: the model's `packed_modules`.
+    `path` is the module's path in the checkpoint, and the parameters are in the form in which they are
+    loaded.
 
     Raises:
         BackendError: if the place of a parameter in the checkpoint is unknown.

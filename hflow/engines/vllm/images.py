@@ -31,11 +31,7 @@ IMAGE = "image"
 
 
 class ImageInputs:
-    """Makes vLLM's inputs of requests with images.
-
-    Args:
-        settings: the model's settings.
-    """
+    """Makes vLLM's inputs of requests with images."""
 
     def __init__(self, settings: ModelSettings) -> None:
         config = read_config(settings)
@@ -98,11 +94,9 @@ def _tiles(pixels: Tensor) -> MultiModalKwargsItem:
 
 
 def _made(parts: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> MultiModalKwargsItem:
-    """Return the arguments of an image.
+    """Return the arguments of an image: values of its N parts, `[N, ...]`, and of the whole, `[1, ...]`.
 
-    Args:
-        parts: values of its patches or tiles, `[N, ...]`.
-        whole: values of the image, `[1, ...]`, which the tower reads on the host.
+    The parts are its patches or tiles. The tower reads the values of the whole on the host.
     """
     values: Any = {**parts, **whole}
     fields = {

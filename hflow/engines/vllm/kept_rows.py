@@ -26,10 +26,8 @@ def num_candidates(top_k: int, vocab_size: int) -> int:
 def kept_entry(logprobs: Any, vocab_size: int) -> bytes:
     """Return the entry of a drawn token, of all tokens with a probability.
 
-    Args:
-        logprobs: vLLM's `LogprobsLists` of one token: the drawn one, then the likeliest, which are more than
-            there are with a probability.
-        vocab_size: the model's vocabulary size.
+    vLLM's `LogprobsLists` of one token have the drawn one, then the likeliest, which are more than there are
+    with a probability.
 
     Raises:
         BackendError: if there may be more of them than were returned.

@@ -81,12 +81,8 @@ def environment(setup: EngineSetup) -> dict[str, str]:
 def engine_arguments(setup: EngineSetup, directory: str, max_length: int) -> dict[str, Any]:
     """Return the arguments of vLLM's engine (fields of its `EngineArgs`).
 
-    It has room for as much as engines of its guests would have.
-
-    Args:
-        setup: the model, and the limits of the engine.
-        directory: with the model's `config.json`, and its weights if it has a path.
-        max_length: maximum tokens of a sequence, prompt included.
+    It has room for as much as engines of its guests would have. `directory` has the model's `config.json`,
+    and its weights if it has a path.
     """
     on_cpu = setup.settings.device == "cpu"
     has_graphs = not on_cpu and setup.options.get("cuda_graphs", True)

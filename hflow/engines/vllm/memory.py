@@ -77,14 +77,8 @@ def cache_bytes(rank: Rank, load: EngineLoad, capacity: int, used: int) -> int:
 def cache_without_plan(config: Any, dtype: str, max_running: int, max_length: int, tensor: int) -> int:
     """Return the size of each rank's KV cache on a CPU, for an engine that no plan knows.
 
-    It holds `max_running` of the longest sequences, within a fraction of the machine's memory.
-
-    Args:
-        config: the HF config of the language model.
-        dtype: the cache's: `fp32`, `bf16` or `fp8`.
-        max_running: sequences that run at once.
-        max_length: tokens of the longest.
-        tensor: tensor ranks, which share the key-value heads.
+    It holds `max_running` of the longest sequences, within a fraction of the machine's memory. `config` is
+    the HF config of the language model, and the tensor ranks share its key-value heads.
     """
     num_heads = config.num_attention_heads
     if (kv_rank := getattr(config, "kv_lora_rank", None)) is not None:
@@ -131,11 +125,6 @@ def image_tokens(max_running: int, max_length: int, on_cpu: bool) -> int:
     As many are kept for other requests, on each rank: what it made for the language model's input and, with
     DeepStack, for each of its first layers (`compute_mm_encoder_budget` in
     `vllm/v1/core/encoder_cache_manager.py`; `seeing_rank` allows images as long as a sequence).
-
-    Args:
-        max_running: sequences that run at once.
-        max_length: tokens of the longest sequence.
-        on_cpu: whether the engine is on a CPU.
     """
     return max(step_tokens(max_running, max_length, on_cpu), max_length)
 

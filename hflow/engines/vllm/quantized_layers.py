@@ -44,9 +44,7 @@ def loaded_parameters(module: nn.Module) -> dict[str, Tensor]:
 class QuantizedLayers:
     """The quantised layers of a rank, with the checksums of what was last loaded into them.
 
-    Args:
-        model: the rank's model.
-        blocks_of: finds tensors of the checkpoint in a module.
+    `blocks_of` finds tensors of the checkpoint in a module.
     """
 
     def __init__(self, model: nn.Module, blocks_of: BlocksOf) -> None:

@@ -219,12 +219,9 @@ class RankExtension:
         }
 
     def hflow_load_adapters(self, model: str, incoming: Sequence[bytes], scale: float) -> Outcome:
-        """Load and check this rank's adapters of a version of a model.
+        """Load and check this rank's adapters of a model, from the pickled `IncomingWeights` of all ranks.
 
-        Args:
-            model: the model's name.
-            incoming: the `IncomingWeights` of all ranks, pickled.
-            scale: alpha / r.
+        `scale` is alpha / r.
         """
         try:
             return Outcome(self.hflow_adapters[model].load(cloudpickle.loads(incoming[self.rank]), scale))
@@ -272,16 +269,10 @@ class _ExpertsInPlace(CPUUnquantizedExperts):
         *_: Any,
         **__: Any,
     ) -> None:
-        """Add up what the chosen experts make of each token, `[T, D]`, into `output`.
+        """Add up what the chosen K experts of N make of each token, `[T, D]`, into `output`, `[T, D]`.
 
-        Args:
-            output: `[T, D]`.
-            hidden_states: `[T, D]`.
-            w1: gates and ups of N experts, `[N, 2F, D]`.
-            w2: downs, `[N, D, F]`.
-            topk_weights: the weights of K experts of each token, `[T, K]`.
-            topk_ids: the experts' numbers.
-            activation: the gates' activation.
+        `w1`, `[N, 2F, D]`, are gates and ups, and `w2`, `[N, D, F]`, downs. Weights and numbers of the
+        experts are `[T, K]`.
         """
         assert activation in (MoEActivation.SILU, MoEActivation.SWIGLUOAI)
         output.zero_()

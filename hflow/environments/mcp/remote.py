@@ -154,11 +154,9 @@ class SharedTools:
 
 
 class _Server:
-    """A connection to a server.
+    """A connection to a server: a URL, an object with `url` and `headers` as JSON, or a command line.
 
-    Args:
-        server: a URL, an object with `url` and `headers` as JSON, or a command line. Variables in front of a
-            command are the server's, as in a shell.
+    Variables in front of a command are the server's, as in a shell.
 
     Raises:
         ValueError: if it is none of them.

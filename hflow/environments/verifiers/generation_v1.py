@@ -17,7 +17,6 @@ class TasksetEnvironment:
     """A taskset with its agents. Its episodes wait for completions, so they are tasks of one event loop.
 
     Args:
-        env: the taskset's id.
         args: the `env` block of verifiers' configuration, without `taskset.id`. Agents run in the runtime
             `subprocess` unless they say otherwise.
     """

@@ -179,7 +179,7 @@ def compile_evaluation(
     for problem in unreached.values():
         raise ConfigError(problem)
     bodies = loaded.bodies({node.name: dict(node.options) for node in reduced.nodes})
-    loaded.check_bodies(graph)
+    graph = loaded.check_bodies(graph)
     check_model_fit(config, graph)
     check_data(config, graph, loaded.row_functions, loaded.samplers)
     check_services(config, graph)

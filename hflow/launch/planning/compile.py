@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hflow.base.errors import ConfigError, PlanError, RecipeError
 from hflow.base.shipped import find_recipe, is_recipe_file, shipped_recipes
@@ -33,7 +33,7 @@ from hflow.planner.forecast.cost import Explanation
 from hflow.planner.forecast.cost import explain as explain_node
 from hflow.planner.make.placement_setting import parse_items
 from hflow.planner.make.replicas import GEN_SUFFIX, replica_roles
-from hflow.planner.plan.forecast import Candidate
+from hflow.planner.plan.forecast import Candidate, SimulatedStep
 from hflow.planner.plan.request import PlanRequest
 from hflow.planner.plan.rows import Plan
 from hflow.planner.plan.serialise import to_json
@@ -45,7 +45,9 @@ from hflow.planner.search import (
     with_settings,
     without_places,
 )
-from hflow.runtime.simulation.simulate_plan import Simulation, simulate_plan, simulated_period
+
+if TYPE_CHECKING:
+    from hflow.runtime.simulation.simulate_plan import Simulation
 
 AUTO = "auto"
 """The value of `placement` with which the planner places every replica."""
@@ -140,6 +142,8 @@ def simulate(
     Raises:
         HflowError: for the reasons of `plan`, and if the plan has no estimates of time.
     """
+    from hflow.runtime.simulation.simulate_plan import simulate_plan
+
     if steps is not None:
         overrides = (*overrides, f"steps={steps}")
     return simulate_plan(plan(recipe, overrides), steps, seed)
@@ -174,14 +178,9 @@ def compile_recipe(
 ) -> Compiled:
     """Compile a recipe without torch and ray.
 
-    Args:
-        recipe: path of the recipe's Python file, the name of a shipped one, or a `Recipe`.
-        overrides: configuration as `key=value`.
-        config: a whole configuration, used instead of the recipe's YAML file and overrides.
-        engines: model -> the engine that a plan file names, for models whose configuration names none.
-        candidates: placements that a plan file was compared with.
-        backend: the training backend that a plan file says was chosen, with the reason.
-        with_limits: also find the settings that make a step longer than necessary.
+    `config` replaces the recipe's YAML file and overrides. `engines` (model -> engine, where the
+    configuration names none), `candidates` and `backend`, with the reason for it, are those of a plan file.
+    `with_limits` also finds the settings that make a step longer than necessary.
 
     Raises:
         HflowError: for the reasons of `plan`.
@@ -399,3 +398,10 @@ def learn_from_run(run: str, device: str) -> LearnedFromRun:
     from hflow.profiling import from_run
 
     return from_run.learn_from_run(run, device)
+
+
+def simulated_period(*arguments: Any) -> SimulatedStep:
+    """Simulate a step, as `simulate_plan.simulated_period`, which is imported by the first call."""
+    from hflow.runtime.simulation import simulate_plan
+
+    return simulate_plan.simulated_period(*arguments)

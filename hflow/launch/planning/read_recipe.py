@@ -108,8 +108,7 @@ class RecipeReader:
         spec = self._recipe.spec()
         check_names(config, spec)
         spec = with_bases(spec, config)
-        graph = build_graph(apply_overrides(spec, config.nodes))
-        self._recipe.check_bodies(graph)
+        graph = self._recipe.check_bodies(build_graph(apply_overrides(spec, config.nodes)))
         check_model_fit(config, graph)
         check_data(config, graph, self._recipe.row_functions, self._recipe.samplers)
         check_metric_names(config, graph)
@@ -182,14 +181,14 @@ def _check_backends(config: RunConfig) -> None:
     """
     for name, model in config.models.items():
         settings = (
-            ("backend", model.backend, BACKENDS),
-            ("gen.engine", model.gen.engine, ENGINES),
-            ("optim.name", model.optim.name, OPTIMIZERS),
-            ("gen.transport", model.gen.transport, ("auto", *transports())),
+            ("backend", model.backend, BACKENDS.__iter__),
+            ("gen.engine", model.gen.engine, ENGINES.__iter__),
+            ("optim.name", model.optim.name, OPTIMIZERS.__iter__),
+            ("gen.transport", model.gen.transport, transports),
         )
-        for key, value, names in settings:
-            if value is not None and value not in names:
-                known = [*map(str, names)]
+        for key, value, names in settings:  # which are found one by one, hflow's own first
+            if value is not None and value not in names():
+                known = list(names())
                 choices = " or ".join(filter(None, (", ".join(map(repr, known[:-1])), repr(known[-1]))))
                 raise ConfigError(
                     f"models.{name}.{key} is {value!r}; it must be {choices}{nearest(value, known)}"

@@ -281,13 +281,14 @@ def plan_request(
     """
     cluster, hardware = cluster_hardware(config, recipe, learn)
     models = {spec.name: _model(config, spec, cluster.device) for spec in graph.models}
+    shapes = _shapes(config, graph)
     return PlanRequest(
         cluster=cluster,
         hardware=hardware,
         batch=config.batch,
         num_steps=config.steps,
         models=models,
-        shapes=_shapes(config, graph),
+        shapes=shapes,
         families=_families(config, graph),
         groups=config.groups,
         placement=config.placement,
@@ -316,13 +317,16 @@ def plan_request(
             *_staleness_warnings(config, graph),
             *_quantization_warnings(config, graph),
             *_reference_warnings(config, graph),
-            *_calibration_warnings(models, hardware, config.deterministic),
+            *_calibration_warnings(models, shapes, hardware, config.deterministic),
         ),
     )
 
 
 def _calibration_warnings(
-    models: Mapping[str, ModelConfig], hardware: Hardware, deterministic: bool
+    models: Mapping[str, ModelConfig],
+    shapes: Mapping[str, ModelShape],
+    hardware: Hardware,
+    deterministic: bool,
 ) -> Iterator[str]:
     """Yield the figures of a calibration that were measured with other kernels or packages."""
     flash, installed = flash_versions(), installed_versions()
@@ -330,9 +334,11 @@ def _calibration_warnings(
         device = kind.device
         kernels = [
             packed_kernel(
-                device.type, model.compute_dtype, device.capability, flash, deterministic=deterministic
+                *(device.type, model.compute_dtype, device.capability, flash),
+                deterministic=deterministic,
+                has_sinks=name in shapes and shapes[name].has_sinks,
             ).kernel
-            for model in models.values()
+            for name, model in models.items()
         ]
         yield from changed_figures(kind.calibration, installed, kernels)
 
@@ -462,11 +468,16 @@ def _system_warnings(graph: Graph) -> Iterator[str]:
 
 
 def _staleness_warnings(config: RunConfig, graph: Graph) -> Iterator[str]:
-    """Yield a warning for each train node whose clipping measures from older weights than the step's."""
-    if not config.schedule.max_staleness:
-        return
+    """Yield a warning for each train node whose `prox` does not fit the lags of its tokens."""
     for node in graph.nodes:
-        if node.spec.verb == "train" and node.spec.option("prox") == "none":
+        prox = node.spec.option("prox") if node.spec.verb == "train" else None
+        is_generated = graph.node(graph.stream(node.stream).source).spec.verb == "generate"
+        if prox == "loglinear" and is_generated and not config.schedule.certified_lag:
+            yield (
+                f"nodes.{node.name}.prox=loglinear does what prox=none does, as no sample is older than its "
+                "step's weights with schedule.max_staleness=0. Set schedule.max_staleness, or prox=none."
+            )
+        if prox == "none" and config.schedule.max_staleness:
             yield (
                 f"schedule.max_staleness={config.schedule.max_staleness} trains samples of older weights, "
                 f"but with nodes.{node.name}.prox=none the loss clips what changed since they were drawn, "

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from hflow.base.errors import ConfigError, PlanError
-from hflow.launch.planning.compile import compile_read
+from hflow.launch.planning.compile import compile_read, simulated_period
 from hflow.launch.planning.read_recipe import RecipeReader
 from hflow.planner.diff import PlanDiff, diff_plans
 from hflow.planner.forecast.figures import PlanFigures, plan_figures
 from hflow.planner.plan.serialise import to_json
 from hflow.planner.search import PastSearches
-from hflow.runtime.simulation.simulate_plan import simulated_period
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hflow.base.errors import HflowError, RunError, WorkerFailureError
+from hflow.base.garbage import freeze_gc
 from hflow.launch.planning.compile import Compiled
 from hflow.launch.running.resume import newest_point, resumed_setup, rewind_run
 from hflow.launch.running.stop_signals import StopSignals
@@ -26,7 +27,6 @@ from hflow.runtime.saving.run_directory import RunDirectory
 from hflow.runtime.saving.saved_run import ResumePoint
 from hflow.services.server import LimitServer
 from hflow.workers.interface import Span, Workers, WorkerSetup
-from hflow.workers.process_setup import freeze_gc
 
 if TYPE_CHECKING:
     from hflow.launch.running.run_observer import RunObserver

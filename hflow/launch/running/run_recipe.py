@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, closing, contextmanager, suppress
@@ -11,11 +12,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hflow.base.durable_files import WriteError, replace_text
 from hflow.base.errors import HflowError, RunError, WorkerFailureError
 from hflow.base.files import resolved
+from hflow.base.garbage import freeze_imports
 from hflow.base.terminal import SafeConsole
 from hflow.base.waiting import print_waits
 from hflow.config import flatten, to_yaml
@@ -306,12 +309,21 @@ async def _check_models_while_ray_starts(
     compiled: Compiled, setup: WorkerSetup, processes: RayActors | None, display: Display
 ) -> None:
     """Check models. Meanwhile Ray starts, and workers import torch as this process does for the checks."""
-    model_checks = _in_background(partial(import_module, "hflow.launch.running.model_checks"))
+    model_checks = _in_background(_model_checks)
     if processes is not None:
         with suppress(WorkerFailureError):  # `Attempts` starts them again
             processes.start(display.note, display.wait_for)
     with display.wait_for("torch to load and models to be checked"):
         (await model_checks).check_models(compiled, setup)
+
+
+def _model_checks() -> ModuleType:
+    """Import what checks models, and with it torch and transformers."""
+    is_first = "torch" not in sys.modules
+    module = import_module("hflow.launch.running.model_checks")
+    if is_first:
+        freeze_imports()
+    return module
 
 
 def _in_background(work: Callable[[], Any]) -> asyncio.Future[Any]:

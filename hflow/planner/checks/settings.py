@@ -393,12 +393,6 @@ def check_splits(
 ) -> None:
     """Check that a batch has work for every dp rank of every node.
 
-    Args:
-        rules: the rules of batch nodes, which say over how many ranks they split their batch.
-        cuts: train node -> its cut.
-        batch: groups per step.
-        group_size: samples per group.
-
     Raises:
         PlanError: for a batch that is too small, naming the smallest one that fits.
     """
@@ -542,13 +536,7 @@ def _find_unused_key(graph: Graph, model: str, config: ModelConfig) -> str | Non
 
 
 def _unused_line(key: str, defaults: Any, reason: str) -> str:
-    """Return a line that refuses a key.
-
-    Args:
-        key: the whole key.
-        defaults: an object whose attribute of the key's last name is its default.
-        reason: why nothing uses it.
-    """
+    """Return a line that refuses a key; `defaults` has its default in the attribute of its last name."""
     default = json.dumps(getattr(defaults, key.rpartition(".")[2]))
     return f"{key} is set, but {reason}; remove it, or set it to its default, {default}"
 

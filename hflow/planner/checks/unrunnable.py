@@ -6,8 +6,7 @@ run starts (`hflow/launch/running/preflight.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
-from typing import Any
+from collections.abc import Container, Iterator
 
 from hflow.base.devices import is_gpu
 from hflow.config.schema import ONE_PROCESS
@@ -27,29 +26,17 @@ from hflow.types.kernels import head_size_problem
 from hflow.types.recorded import RecordedKind, requested_kinds
 from hflow.types.sampling_mask import SAMPLING_MASK, SAMPLING_REPLAY, truncates
 
-FitsFunction = Callable[[Mapping[str, Any]], bool]
-"""Returns whether a plan with other settings fits into memory."""
 
-
-def unrunnable_reasons(
-    plan: Plan,
-    request: PlanRequest,
-    *,
-    chosen: Container[str] = (),
-    fits: FitsFunction = lambda _: True,
-) -> tuple[str, ...]:
+def unrunnable_reasons(plan: Plan, request: PlanRequest, *, chosen: Container[str] = ()) -> tuple[str, ...]:
     """Return the reasons why a plan cannot run. Each names the node or replica, and what to set instead.
 
     Args:
-        plan: a plan with replicas and weight routes.
-        request: the request that the plan answers.
         chosen: replicas whose layout the planner has chosen, so that the user cannot change it.
-        fits: test of settings for models that a backend does not divide: no others do as much for memory.
     """
-    return tuple(_reasons(plan, request, chosen, fits))
+    return tuple(_reasons(plan, request, chosen))
 
 
-def _reasons(plan: Plan, request: PlanRequest, chosen: Container[str], fits: FitsFunction) -> Iterator[str]:
+def _reasons(plan: Plan, request: PlanRequest, chosen: Container[str]) -> Iterator[str]:
     workers = request.settings.get("workers")
     yield from _shared_device_reasons(plan)
     for node in plan.graph.nodes:
@@ -63,7 +50,7 @@ def _reasons(plan: Plan, request: PlanRequest, chosen: Container[str], fits: Fit
             yield from _routing_replay_reasons(node, plan, request)
         if node.spec.verb == "generate" and plan.graph.stream(node.stream).parent is not None:
             yield from _derived_stream_reasons(node, plan)
-    yield from _family_reasons(plan, request, fits)
+    yield from _family_reasons(plan, request)
     yield from _head_size_reasons(plan)
     yield from layer_reasons(plan, request)
     for replica in plan.replicas:
@@ -117,9 +104,8 @@ def runs_family(backend: str, shape: ModelShape | None) -> bool:
     return shape is None or builds(backend, shape.family)
 
 
-def _family_reasons(plan: Plan, request: PlanRequest, fits: FitsFunction) -> Iterator[str]:
-    """Yield the models of families that their backends and engines do not build yet."""
-    backends: dict[str, dict[str, str]] = {}
+def _family_reasons(plan: Plan, request: PlanRequest) -> Iterator[str]:
+    """Yield the models of families that nothing builds, or that their backend or engine does not build."""
     shapes, known = dict(plan.shapes), ", ".join(LLAMA_LIKE_FAMILIES)
     families = {replica.model: request.families.get(replica.model) or "" for replica in plan.replicas}
     nowhere = {model: family for model, family in families.items() if family in UNSUPPORTED}
@@ -129,43 +115,30 @@ def _family_reasons(plan: Plan, request: PlanRequest, fits: FitsFunction) -> Ite
             f"but not run. Use a model of another family, such as {known}."
         )
     for replica in plan.replicas:
-        if replica.model not in nowhere and not runs_family(replica.backend, shapes.get(replica.model)):
-            is_engine = replica.role == "gen"
-            key = f"models.{replica.model}.{'gen.engine' if is_engine else 'backend'}"
-            backends.setdefault(replica.model, {})[key] = replica.backend
-    others: dict[str, str] = {}
-    for keys in backends.values():
-        others |= {
-            key: first_with("has_all_families", ENGINES if key.endswith("engine") else BACKENDS)
-            for key in keys
-        }
-    is_possible = bool(backends) and fits(others)
-    for model, keys in backends.items():
-        names = " and ".join(dict.fromkeys(keys.values()))
-        settings = " ".join(f"{key}={others[key]}" for key in keys)
-        instead = (
-            f"Set {settings}, or use" if is_possible else f"With {settings} no plan fits into memory. Use"
-        )
-        yield (
-            f"models.{model} is of family {shapes[model].family}, which can be planned with {names} but not "
-            f"run yet. {instead} a model of family {known}."
-        )
+        model, name = replica.model, replica.backend
+        if model not in nowhere and not runs_family(name, shapes.get(model)):
+            key, names = ("gen.engine", ENGINES) if replica.role == "gen" else ("backend", BACKENDS)
+            other = f"models.{model}.{key}={first_with('has_all_families', names)}"
+            yield (
+                f"models.{model} is of family {shapes[model].family}, which {name} does not run. Set {other} "
+                f"or use a model of family {known}."
+            )
 
 
 def _head_size_reasons(plan: Plan) -> Iterator[str]:
     """Yield the models with attention heads of a size that the planned kernel does not compute."""
     shapes = dict(plan.shapes)
     known = [replica for replica in plan.replicas if replica.model in shapes]
-    reasons = [head_size_reason(r, plan, shapes[r.model].head_dim, shapes[r.model].has_sinks) for r in known]
+    reasons = [head_size_reason(r, plan, shapes[r.model].head_dim) for r in known]
     yield from (f"{reason}." for reason in dict.fromkeys(reasons) if reason)
 
 
-def head_size_reason(replica: Replica, plan: Plan, head_size: int, has_sinks: bool = False) -> str | None:
+def head_size_reason(replica: Replica, plan: Plan, head_size: int) -> str | None:
     """Return the reason why a replica's attention kernel cannot compute its heads; None if it can."""
     if replica.role == "gen" and traits(replica.backend).has_own_attention:
         return None
     kernel = next(choice.kernel for choice in plan.attention if choice.replica == replica.name)
-    problem, model = head_size_problem(kernel, head_size, has_sinks), replica.model
+    problem, model = head_size_problem(kernel, head_size), replica.model
     return problem and f"{model} {problem}. Set models.{model}.dtype=fp32, or use another architecture"
 
 
@@ -175,8 +148,6 @@ def layout_reasons(
     """Yield a reason where the backend cannot run a replica's layout.
 
     Args:
-        replica: a replica of a plan.
-        workers: the setting `workers`.
         shape: the sizes of its model. Expert ranks are no reason for families that can only be planned.
         is_chosen: whether the planner has chosen the layout, which it does if no other one fits.
     """

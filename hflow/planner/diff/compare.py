@@ -119,11 +119,9 @@ def and_more(count: int) -> str:
 
 
 def diff_plans(before: Rows, after: Rows) -> PlanDiff:
-    """Compare two plans by their JSON rows, so that saved plans can be compared too.
+    """Compare two plans by the rows of `to_json`, so that saved plans can be compared too.
 
-    Args:
-        before: `to_json` of the plan whose checkpoint would be resumed.
-        after: `to_json` of the plan that would resume it.
+    A checkpoint of the plan before would be resumed by the one after.
 
     Raises:
         PlanError: for rows that another version of hflow wrote.

@@ -171,10 +171,8 @@ ROUNDED_TOPICS = ("memory", "traffic", "time", "period")
 def estimated_values(rows: Rows, unmatched: Unmatched, with_rows: bool) -> dict[str, Subjects]:
     """Return the values of the forecast by topic. They are not part of the digest.
 
-    Args:
-        rows: the plan.
-        unmatched: rows that only one plan has, which are left out.
-        with_rows: whether both plans have a forecast. If not, the only value is whether this one has.
+    `unmatched` rows, which only one plan has, are left out. Without forecasts of both plans, `with_rows`, the
+    only value is whether this one has one.
     """
     forecast = rows["forecast"]
     if not with_rows or forecast is None:

@@ -85,12 +85,6 @@ def rank_groups(
 
     Groups with the same ranks are one. Without model parallelism there is one, of all ranks, and with a
     replicate axis also those that FSDP shards weights over and that hold the same ones.
-
-    Args:
-        layout: the replica's layout.
-        traits: the traits of the replica's backend.
-        shape: the model's shape; None if the planner does not know its sizes.
-        rank: the rank's index in the replica.
     """
     return frozenset(rank_messages(layout, traits, shape, rank))
 

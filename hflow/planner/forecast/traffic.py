@@ -17,6 +17,8 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+
 from hflow.config.schema import WorkloadImages
 from hflow.data_plane.group_placement import GroupPlacer, stream_dp_heads
 from hflow.data_plane.locations import DataLocations
@@ -44,11 +46,6 @@ def estimate_traffic(plan: Plan, request: PlanRequest, workload: Workload) -> tu
     """Return the bytes that the inputs of every node on the trained stream move, in execution order.
 
     Every node is assumed to run in the step, whatever its `every` and `after`, and no sample is refused.
-
-    Args:
-        plan: a plan with rules, cuts and placements.
-        request: the run's seed, and limits of the engines.
-        workload: lengths of the trained stream's samples.
     """
     part = thinned(plan, request)
     plan, request = part.plan, part.request
@@ -71,14 +68,13 @@ def estimate_traffic(plan: Plan, request: PlanRequest, workload: Workload) -> tu
         cut = cuts.get(rule.consumer)
         assignment = shards(rule, cut, groups, holders, seed=request.seed, step=0)
         moves = redistribute(rule, assignment, holders, plan.cluster)
-        edges.append(_traffic(rule, assignment, moves, tokens, sizes.of(rule.fields), holders, part))
+        edges.append(_traffic(rule, assignment, moves.joined(), tokens, sizes.of(rule.fields), holders, part))
         locations.add_moves(moves)
         outputs = _outputs(plan.graph, rule.consumer)
         for dp_head, minibatches in zip(rule.heads, assignment, strict=True):
             locations.add_outputs(outputs, [s for minibatch in minibatches for s in minibatch], dp_head)
         if rule.consumer in streaming:  # its outputs are also moved to where the samples are
-            for worker, made in locations.by_home(samples).items():
-                locations.add_copies(outputs, made, worker)
+            locations.add_copies(outputs, samples, np.array(workers))
     return tuple(edges)
 
 
@@ -88,13 +84,8 @@ def generating_workers(
     """Return the worker that generates each sample of one batch, or prepares it for a written stream.
 
     Time is counted in tokens: every running sequence grows by one token per unit of time. The next group
-    starts as soon as `max_concurrent` allows.
-
-    Args:
-        plan: names the engines, or for a written stream the ranks that train on it.
-        request: limits of the engines.
-        stream: the root stream.
-        responses: tokens of each sample's response; `group_size` neighbours are a group.
+    starts as soon as `max_concurrent` allows. `responses` are the tokens of each sample's response;
+    `group_size` neighbours are a group. A written stream has the ranks that train on it.
     """
     placer, size = GroupPlacer(plan), stream.group_size
     num_groups = len(responses) // size
@@ -133,13 +124,8 @@ def lower_bound_bytes(
     A byte stays in place only if its sample is assigned to a holder. So the bytes in place are at most (a)
     those of every sample at its best rank, and (b) for each rank those of the best choice of held samples
     that fits into its capacity, relaxed to a fractional knapsack (Dantzig, 1957). The bound uses the smaller.
-
-    Args:
-        rule: fields and dp-heads of the consumer.
-        tokens: tokens of each sample to assign.
-        nbytes: bytes of each field of each sample.
-        holders: the workers that have the fields before.
-        capacity: tokens of the heaviest rank, 0 or more.
+    `nbytes` has the bytes of each field of each sample, and `holders` the workers that have the fields
+    before.
     """
     total = sum(nbytes[field][sample] for field in rule.fields for sample in tokens)
     held_bytes = _held_bytes(rule, nbytes, holders)
@@ -313,7 +299,7 @@ def _held_bytes(rule: EdgeRule, nbytes: FieldBytes, holders: Holders) -> dict[in
     """Return dp-head -> sample -> bytes above 0 of the sample's fields that the dp-head's worker holds."""
     held_bytes: dict[int, dict[int, int]] = {dp_head: defaultdict(int) for dp_head in rule.heads}
     for group in holders.groups:
-        for sample, workers in zip(holders.samples.tolist(), group.workers.tolist(), strict=True):
+        for sample, workers in zip(holders.samples.tolist(), group.workers.T.tolist(), strict=True):
             for dp_head in held_bytes.keys() & workers:
                 held_bytes[dp_head][sample] += sum(nbytes[field][sample] for field in group.fields)
     return held_bytes
@@ -397,10 +383,8 @@ class ImageBytes:
     def of(cls, sizes: WorkloadImages, seen: PromptImages | None, group_size: int) -> ImageBytes:
         """Return the bytes for images of an assumed size.
 
-        Args:
-            sizes: number and size of images.
-            seen: the same as a model sees them; None: no model does.
-            group_size: samples of a prompt.
+        `seen` has the same as a model sees them; None: no model does. `group_size` counts the samples of a
+        prompt.
         """
         width, height = image_sizes(sizes)[0] if seen is None else (seen.width, seen.height)
         files = round(sizes.count * width * height * FILE_BYTES)
@@ -426,14 +410,7 @@ _NUMBER_BYTES: Mapping[str, int] = {"bool": 1, "int": 8, "float": 8}
 def field_size(
     graph: Graph, name: str, shapes: Mapping[str, ModelShape], images: ImageBytes = NO_IMAGES
 ) -> FieldSize:
-    """Return the size of a `stream/field`, which a node returns or a trajectory or the dataset has.
-
-    Args:
-        graph: the recipe's graph.
-        name: the field's name.
-        shapes: model -> its sizes, as far as they are known.
-        images: the images of a sample.
-    """
+    """Return the size of a `stream/field`, which a node returns or a trajectory or the dataset has."""
     stream_name, _, field = name.partition("/")
     for kind in requestable_kinds():
         if kind.name == field:

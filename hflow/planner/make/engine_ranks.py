@@ -43,11 +43,6 @@ def order_engine_ranks(
 
     Engines that one node uses together keep the same workers. Models of unknown sizes, and engines whose
     weights do not change or come from other devices, keep the order of devices.
-
-    Args:
-        graph: says which models train and which generate together.
-        replicas: replicas with ranks in the order of devices, and layouts that divide their models.
-        request: the source of the models' sizes and the machines.
     """
     orders: dict[str, tuple[int, ...]] = {}
     for engines in _used_together(graph, replicas):
@@ -75,13 +70,8 @@ def order_engine_ranks(
 def best_workers(engine: Replica, held: Held, cluster: ClusterSpec) -> tuple[tuple[int, ...], int]:
     """Return the workers of an engine's ranks with which they hold the most bytes that they need.
 
-    Args:
-        engine: a generation replica, with ranks in the order of devices.
-        held: bytes that its workers hold.
-        cluster: says which workers share a machine.
-
-    Returns:
-        The workers by rank, and how many bytes less move than in the order of devices.
+    The replica has ranks in the order of devices; `held` has the bytes that its workers hold. Return the
+    workers by rank, and how many bytes less move than in the order of devices.
     """
     ranks_on: dict[int, list[int]] = {}
     for rank, worker in enumerate(engine.workers):
@@ -102,7 +92,6 @@ def best_order(held: tuple[tuple[int, ...], ...], shards: tuple[int, ...]) -> tu
     """Return the device of each rank with which devices hold the most of what their ranks need.
 
     Args:
-        held: device -> shard -> bytes of it that the device holds.
         shards: rank -> the shard that it needs; one rank for each device.
 
     Returns:

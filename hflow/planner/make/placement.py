@@ -47,11 +47,6 @@ class PlacedGraph:
 def place_graph(graph: Graph, request: PlanRequest, levels: Mapping[str, Level]) -> PlacedGraph:
     """Place every replica and every node of a graph on devices.
 
-    Args:
-        graph: a checked graph.
-        request: the cluster, and where each model should run.
-        levels: node -> the level at which it fires.
-
     Raises:
         PlanError: for a placement, group or layout that is invalid or does not fit the cluster or the model.
     """

@@ -87,11 +87,7 @@ def placed_devices(
 
 
 def parse_items(text: str, known: Sequence[str]) -> dict[str, PlacementItem]:
-    """Return the item that places each name.
-
-    Args:
-        text: items, separated by blanks.
-        known: names that may be placed.
+    """Return the item that places each name, of items separated by blanks.
 
     Raises:
         PlanError: for text that is not an item, an unknown name, or a name that is placed twice.
@@ -114,12 +110,9 @@ def parse_items(text: str, known: Sequence[str]) -> dict[str, PlacementItem]:
 
 
 def replace_layout(text: str, name: str, convert: Callable[[str], str]) -> str:
-    """Return a placement in which one name has another layout; unchanged if it gives the name no layout.
+    """Return items of a placement in which one replica has another layout; unchanged if it has none.
 
-    Args:
-        text: items, separated by blanks.
-        name: a replica's name, such as `actor.gen`.
-        convert: returns the new layout for the old one.
+    `convert` returns the new layout for the old one.
 
     Raises:
         PlanError: for text that is not an item.

@@ -97,7 +97,6 @@ def device_groups(
     """Return the groups that replicas name, with their devices.
 
     Args:
-        cluster: the devices to assign.
         explicit: devices of each group; if empty, devices are assigned in the order of `min_sizes`.
         min_sizes: group that a replica names -> devices of its largest layout; None without a layout.
 

@@ -136,9 +136,7 @@ def group_orders(
 ) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Return each group with its batch nodes in cyclic order; groups are in the order of their first node.
 
-    Args:
-        order: batch nodes in topological order.
-        groups_of: batch node -> the device groups that it runs on.
+    `order` has the batch nodes in topological order, and `groups_of` the device groups of each.
     """
     nodes: dict[str, list[str]] = {}
     for name in order:

@@ -85,10 +85,7 @@ def plan_structure(
 ) -> tuple[Plan, PlanRequest]:
     """Return a plan without routing table, weight routes and forecast, and the request with its placement.
 
-    Args:
-        graph: a checked graph.
-        request: the cluster, where each model runs, and the settings of the run.
-        checks_batch: whether to refuse a batch that is too small for its layouts.
+    `checks_batch` refuses a batch that is too small for its layouts.
 
     Raises:
         PlanError: if settings, layouts or groups do not fit together.

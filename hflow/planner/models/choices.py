@@ -38,14 +38,9 @@ def choose_engines(
     """Give every generation replica its engine.
 
     The configuration decides, then the plan file that is executed again. Otherwise it is the first engine
-    that prefers the cluster's devices, is installed and can serve the model, else the default engine.
-
-    Args:
-        replicas: replicas with devices and layouts; undecided ones have the backend `UNDECIDED`.
-        request: the configuration of models, and what this machine cannot run.
-
-    Returns:
-        The replicas with their engines, and the reasons in the same order.
+    that prefers the cluster's devices, is installed and can serve the model, else the default engine. Return
+    the replicas with their engines, and the reasons in the same order. Undecided replicas have the backend
+    `UNDECIDED`.
     """
     chosen, choices = [], []
     for replica in replicas:
@@ -113,12 +108,14 @@ def attention_choice(replica: Replica, request: PlanRequest) -> AttentionChoice:
     """Return the kernel of a replica with the reason for it."""
     if is_engine(replica.backend) and traits(replica.backend).has_own_attention:
         return AttentionChoice(replica.name, f"that of {replica.backend}", "the engine chooses it")
+    shape = request.shapes.get(replica.model)
     kernel = packed_kernel(
         request.cluster.device,
         request.model(replica.model).compute_dtype,
         request.hardware.at(replica.workers[0]).device.capability,
         request.flash_attn,
         deterministic=request.deterministic,
+        has_sinks=shape is not None and shape.has_sinks,
     )
     return AttentionChoice(replica.name, str(kernel), kernel.why)
 

@@ -50,13 +50,9 @@ class EngineMemory(Protocol):
     """Memory formulas of a generation engine; usually a module. All return bytes of one rank."""
 
     def cache_bytes(self, rank: Rank, load: EngineLoad, capacity: int, used: int) -> int:
-        """Return the size of the KV cache.
+        """Return the size of the KV cache for the engine's largest load.
 
-        Args:
-            rank: a rank of the engine.
-            load: the largest load of the engine.
-            capacity: memory of the device.
-            used: bytes of the device that everything else uses.
+        `capacity` is the memory of the device, of which everything else uses `used` bytes.
         """
 
     def decode_step(self, rank: Rank, load: EngineLoad) -> Items:
@@ -65,17 +61,13 @@ class EngineMemory(Protocol):
     def layer_being_loaded(self, rank: Rank, num_parts: int) -> Items:
         """Return the peak on a GPU while new weights are loaded, beyond the buckets that they arrive in.
 
-        Args:
-            rank: a rank of the engine.
-            num_parts: the number of slices in which each tensor arrives.
+        Each tensor arrives in `num_parts` slices.
         """
 
     def process_state(self, rank: Rank, overhead: int) -> Items:
         """Return the items that an engine's own processes keep in all phases, beside weights and cache.
 
-        Args:
-            rank: a rank of the engine.
-            overhead: bytes that the runtime of a process takes on the device.
+        The runtime of a process takes `overhead` bytes on the device.
         """
 
     def max_sequences(self, rank: Rank, cache: int, length: float) -> int | None:
@@ -188,10 +180,9 @@ class Descriptor:
     """Return the reason why two such runs differ on a kind of device; None if they do not."""
 
     def find_problem(self, device: str) -> InstallProblem | None:
-        """Return the reason why this machine's packages cannot run it; None if they can.
+        """Return the reason why this machine's packages cannot run it on `cpu` or `cuda`; None if they can.
 
-        Args:
-            device: the kind of device to run on, `cpu` or `cuda`. The device itself is not needed.
+        The device itself is not needed.
         """
         missing = [package for package in self.packages if find_spec(package) is None]
         if missing:

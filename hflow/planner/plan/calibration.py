@@ -57,11 +57,7 @@ class MatmulRate:
     def seconds(self, rows: float, inner: float, columns: float, peak: float) -> float:
         """Return the seconds of one product of `[rows, inner]` and `[inner, columns]`.
 
-        Args:
-            rows: rows of the first matrix, such as tokens.
-            inner: columns of the first matrix and rows of the second one.
-            columns: columns of the second matrix.
-            peak: FLOP/s of the data sheet.
+        `peak` is the FLOP/s of the data sheet.
         """
         flops = 2 * rows * inner * columns
         return flops / (peak * self.rate(rows, inner, columns)) + self.kernel_us * 1e-6
@@ -117,6 +113,9 @@ class HostTimes:
     expert_us: NonNegative = 0.0
     """Per layer with experts in one pass or decode step, added, where tokens are sent to the ranks of their
     experts: the device waits while the host reads how many there are for each, and launches what follows."""
+    exchange_us: NonNegative = 0.0
+    """Per layer with experts in one pass, added to `expert_us` where NCCL sends the tokens
+    (`BackendTraits.has_exchange_kernels`): the host sorts them, and waits for what other ranks will send."""
     expert_launch_us: NonNegative = 0.0
     """The same where the host reads nothing: all experts are on the rank, or a CUDA graph has the layer."""
     expert_loop_us: NonNegative = 0.0
@@ -251,11 +250,7 @@ class Calibration:
         return self.matmul.get(dtype, self.matmul["bf16"])
 
     def attention_share(self, kernel: str) -> float:
-        """Return the fraction of dense bf16 FLOP/s that an attention kernel reaches.
-
-        Args:
-            kernel: the kernel's name, with or without its version.
-        """
+        """Return the fraction of dense bf16 FLOP/s that a kernel of attention, of any version, reaches."""
         name = self.measured_kernel(kernel)
         return self.attention if name is None else self.attention_of[name]
 
@@ -278,10 +273,7 @@ def changed_figures(
 ) -> Iterator[str]:
     """Yield warnings about figures that were measured with another kernel, or another version of a package.
 
-    Args:
-        calibration: a calibration; of a shipped one nothing is said.
-        installed: package -> version on this machine.
-        kernels: the plan's attention kernels, without versions.
+    There are none for a shipped calibration. The kernels are the plan's, without versions.
     """
     again = "measure again with hflow profile"
     if calibration.is_measured and calibration.attention_of:
@@ -303,8 +295,6 @@ def check_device(calibration: Calibration, device: str, key: str) -> None:
     """Refuse a calibration of other hardware.
 
     Args:
-        calibration: the requested calibration.
-        device: name of the cluster's devices.
         key: the setting that names the calibration, for the message.
 
     Raises:

@@ -118,10 +118,7 @@ def channel_kind(name: str) -> ChannelKind:
 
 
 def channel_traits(name: str) -> ChannelTraits:
-    """Return the traits of a channel.
-
-    Args:
-        name: a channel; empty: no channel (`WeightRoute.transport`), so that weights stay in a process.
+    """Return the traits of a channel; empty: no channel, so that weights stay in a process.
 
     Raises:
         PlanError: for an unknown name.
@@ -131,6 +128,7 @@ def channel_traits(name: str) -> ChannelTraits:
 
 def transports() -> Iterator[str]:
     """Yield the transports that a configuration can name."""
+    yield "auto"
     yield from (name for name in CHANNELS if channel_traits(name).buckets != "process")
     yield GATHER
 
@@ -146,11 +144,9 @@ def broadcast_channel() -> str:
 
 
 def channel_in_one_process(name: str, *, has_own_process: bool) -> str:
-    """Return the channel that takes the place of another where one process hosts all workers.
+    """Return the channel that takes the place of the plan's where one process hosts all workers.
 
-    Args:
-        name: the channel that the plan says.
-        has_own_process: whether engines run in processes of their own.
+    `has_own_process` says whether engines run in processes of their own.
     """
     if not channel_traits(name).needs_ray:
         return name

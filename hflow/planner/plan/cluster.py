@@ -95,10 +95,6 @@ def _machines(devices: tuple[int, ...], devices_per_node: int) -> Mapping[int, i
 def parse_cluster(name: str, devices: Mapping[str, Device]) -> ClusterSpec:
     """Parse `DEVICE-NODESxDEVICES`, as in `cpu-1x2` or `a100-80g-2x8`, or several with `+` between them.
 
-    Args:
-        name: the cluster's name.
-        devices: known devices by name.
-
     Raises:
         PlanError: for a name of another form, with an unknown device, or with machines that differ in more
             than the kind of their devices.
@@ -142,12 +138,7 @@ def device_of(name: str) -> str:
 
 
 def used_links(cluster: ClusterSpec, hardware: Hardware) -> list[tuple[Link, str]]:
-    """Return the links that connect devices of a cluster, each with the level at which it does.
-
-    Args:
-        cluster: equal machines.
-        hardware: devices and links of these machines.
-    """
+    """Return the links that connect devices of a cluster of equal machines, each with its level."""
     racks = {hardware.rack_of(device) for device in (0, cluster.num_devices - 1)}
     levels = [
         (hardware.intra, "within a machine", cluster.devices_per_node > 1),

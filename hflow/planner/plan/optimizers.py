@@ -103,11 +103,8 @@ def optimizer_traits(name: str) -> OptimizerTraits:
 def is_layer_matrix(name: str, num_axes: int) -> bool:
     """Return whether a tensor is a matrix of a layer, or has those of its experts.
 
-    Embeddings, output matrices, scalar heads and the kernels of convolutions are none.
-
-    Args:
-        name: the Hugging Face name.
-        num_axes: 2 for a matrix, 3 for those of stacked experts.
+    Embeddings, output matrices, scalar heads and the kernels of convolutions are none. `name` is the Hugging
+    Face name; there are 3 axes in stacked experts.
     """
     return num_axes in (2, 3) and not any(fnmatchcase(name, pattern) for pattern in _NOT_OF_LAYERS)
 
@@ -130,10 +127,6 @@ def with_own_options(optim: OptimConfig, given: Collection[str]) -> OptimConfig:
 
 def check_options(key: str, optim: OptimConfig) -> None:
     """Check that an optimizer has the options that are set, and that they fit each other.
-
-    Args:
-        key: the key of these settings, for errors.
-        optim: the settings.
 
     Raises:
         ConfigError: for the first that it has not, or that changes nothing.
@@ -160,10 +153,7 @@ def check_options(key: str, optim: OptimConfig) -> None:
 def check_groups(key: str, optim: OptimConfig, names: Collection[str]) -> None:
     """Check that each entry of `optim.groups` is the first one that matches some trained tensor.
 
-    Args:
-        key: the key of these settings, for errors.
-        optim: the settings.
-        names: the Hugging Face names of all tensors that training changes.
+    `names` are the Hugging Face names of all tensors that training changes.
 
     Raises:
         ConfigError: for the first entry that is not.

@@ -64,10 +64,7 @@ def routing_table(
 ) -> tuple[RoutingRow, ...]:
     """Return the whole table: shards of every replica, data shards of the source, worker indices.
 
-    Args:
-        replicas: all replicas of the plan.
-        source_dp_heads: dp index -> worker of the node that opens the trained stream.
-        workers: indices of all workers.
+    `source_dp_heads` are the workers, by dp index, of the node that opens the trained stream.
     """
     rows = [row for replica in replicas for row in shard_rows(replica)]
     rows += [RoutingRow(data_key(i), worker) for i, worker in enumerate(source_dp_heads)]

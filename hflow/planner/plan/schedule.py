@@ -35,11 +35,7 @@ def share_of_unchanged_wakes(schedule: Schedule, engine: str, *, trains_on_its_d
     An engine that generates the trained stream, beside the nodes that change its model, gets new weights at
     each sync. Any other engine may wake with the same version each time. This is known before a run; during
     one, `runtime/state/weight_updates.py` decides each time whether an engine keeps its weights.
-
-    Args:
-        schedule: the plan's schedule.
-        engine: a generation replica that shares devices.
-        trains_on_its_devices: the result of `trains_on_engine_devices`, or an assumption.
+    `trains_on_its_devices` is the result of `trains_on_engine_devices`, or an assumption.
     """
     serves_trained_stream = any(s.batch is not None and engine in s.replicas for s in schedule.streams)
     if not serves_trained_stream or not trains_on_its_devices:

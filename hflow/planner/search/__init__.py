@@ -25,7 +25,7 @@ from hflow.planner.search.explore import BUDGET, NUM_IMPROVED, Exploration, expl
 from hflow.planner.search.limits import Basis, throttles
 from hflow.planner.search.options import MIN_DIFFERENCE
 from hflow.planner.search.problem import PLACEMENT, SearchProblem, check_known
-from hflow.planner.search.remedies import fits, nearest_fit, no_fit
+from hflow.planner.search.remedies import nearest_fit, no_fit
 from hflow.planner.search.replica_option import ReplicaOption
 from hflow.planner.search.result import MIN_GAIN, SearchResult, make_result, with_settings, without_places
 from hflow.planner.search.simulated import PeriodFunction, by_seconds, is_estimate, step_seconds
@@ -41,7 +41,6 @@ __all__ = [
     "SearchResult",
     "chosen_layouts",
     "decide_layouts",
-    "fits",
     "free_settings",
     "nearest_fit",
     "search",
@@ -60,7 +59,6 @@ def search(
     those that can be planned but not run yet.
 
     Args:
-        graph: a checked graph.
         request: the request, whose `free` lists the keys that may be chosen besides layouts.
         simulate: decides between the best candidates where the analytic period is only an estimate; None: the
             estimate decides.
@@ -102,12 +100,7 @@ def _find(
 ) -> SearchResult | None:
     """Return the best plan that can run, with the backends of a request; None if none fits.
 
-    Args:
-        graph: a checked graph.
-        request: the argument of `search` with this name.
-        simulate: the argument of `search` with this name.
-        budget: the argument of `search` with this name.
-        longest: seconds of a step from which on a plan is of no use.
+    A plan is of no use if a step takes `longest` seconds or more. The other arguments are those of `search`.
     """
     for divides_sequences in (False, True):
         problem = SearchProblem(graph, request, divides_sequences=divides_sequences)
@@ -168,13 +161,9 @@ def decide_layouts(
 ) -> tuple[PlanRequest, tuple[tuple[str, str], ...]]:
     """Return a request with the layouts that the user left open, and the reason for each.
 
-    Where no layout fits, they stay open: `compile_plan` then takes data ranks alone, and refuses what
-    does not fit. The same request is returned where nothing is decided.
-
-    Args:
-        graph: a checked graph.
-        request: a request whose placement is resolved.
-        structure: the plan of the request, with data ranks alone where layouts are open.
+    Where no layout fits, they stay open: `compile_plan` then takes data ranks alone, and refuses what does
+    not fit. The same request is returned where nothing is decided. `structure` is the plan of the request,
+    with data ranks alone where layouts are open.
     """
     if not any(_is_open(replica, request) for replica in structure.replicas):
         return request, ()

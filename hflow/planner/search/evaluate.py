@@ -14,8 +14,10 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Se
 from dataclasses import dataclass, replace
 from itertools import chain, count, permutations, product
 from operator import getitem, le
+from typing import Literal
 
 from hflow.base.errors import PlanError
+from hflow.config.schema import Offload
 from hflow.planner.checks.unrunnable import unrunnable_reasons
 from hflow.planner.forecast.cost.nodes import Costs, share_of_kept_weights
 from hflow.planner.forecast.memory.host import published_by
@@ -164,6 +166,19 @@ class Evaluator:
         if name in self.problem.layouts or (least := _least_ranks(_sets_of(name, blocks, devices))) == 1:
             return options
         return tuple(option for option in options if option.layout.world >= least)
+
+    def fits_alone(self, name: str, devices: Devices) -> bool:
+        """Return whether a replica has an option that fits on some devices without the bytes of others.
+
+        It is alone, or beside all others, as engines on other devices receive weights in another way.
+        """
+        everyone = tuple(replica.name for replica in self.problem.base.replicas)
+        return any(
+            self._useful((block,), {name: (option,)})[name]
+            for with_offload in (False, True)
+            for option in self.table.options(name, devices, with_offload=with_offload)
+            for block in ((name,), everyone)
+        )
 
     def best_groups(
         self, blocks: Blocks, devices: Sequence[Devices], cutoff: float = math.inf
@@ -362,13 +377,12 @@ class Evaluator:
                 places = joined_devices(of_src), joined_devices(of_gen)
             yield gen, self._new_weights(src, gen, common[gen.replica.model], places)
 
-    @memo
     def _new_weights(
         self,
         src: ReplicaOption,
         gen: ReplicaOption,
         common: CommonDevices,
-        places: tuple[Devices, Devices] | None,
+        places: tuple[Devices, Devices] | None = None,
     ) -> NewWeights:
         """Return the seconds, the route and the bytes of giving an engine new weights.
 
@@ -378,8 +392,20 @@ class Evaluator:
             common: the number of devices that both have in common.
             places: the devices of both; None: any devices, in the same numbers.
         """
+        state = src.config.offload, src.config.zero_stage
+        return self._weights_between(src.replica, gen.replica, state, common, places)
+
+    @memo
+    def _weights_between(
+        self,
+        trainer: Replica,
+        engine: Replica,
+        state: tuple[Offload, Literal[1, 2, 3]],
+        common: CommonDevices,
+        places: tuple[Devices, Devices] | None,
+    ) -> NewWeights:
+        """Return the same of replicas with any options that have a trainer's `offload` and `zero_stage`."""
         problem = self.problem
-        trainer, engine = src.replica, gen.replica
         if places is not None:
             trainer, engine = (
                 on_workers(replica, own[: replica.layout.world])
@@ -387,7 +413,7 @@ class Evaluator:
             )
         elif common == "none":
             engine = _moved_behind(engine, trainer)
-        config = replace(src.config, gen=gen.config.gen)
+        config = replace(problem.request.model(engine.model), offload=state[0], zero_stage=state[1])
         request = replace(problem.request, models={**problem.request.models, engine.model: config})
         route = weight_route(trainer, engine, request, with_bytes)
         plan = replace(problem.base, cluster=problem.cluster, replicas=(trainer, engine), weights=(route,))
@@ -395,8 +421,8 @@ class Evaluator:
         costs = Costs(plan, request, problem.workloads[stream], ())
         loading, publishing = costs.weights(route), costs.publish_weights(route)
         seconds = {
-            gen.name: sum(part.seconds for part in loading or ()),
-            publish(gen.name): sum(part.seconds for part in publishing or ()),
+            engine.name: sum(part.seconds for part in loading or ()),
+            publish(engine.name): sum(part.seconds for part in publishing or ()),
         }
         sizes = [items.total() for _, items in published_by(plan, request, route)]
         return NewWeights(seconds, route, max(sizes, default=0))
@@ -413,7 +439,7 @@ class Evaluator:
         per_machine = self.problem.cluster.devices_per_node
         num_devices = min(per_machine, max((option.layout.world for option in options), default=1))
         return sum(
-            self._new_weights(src, gen, "all", None).host_bytes / num_devices
+            self._new_weights(src, gen, "all").host_bytes / num_devices
             for src, gen in _senders(options, self.problem.written)
             if common[gen.replica.model] == "all"
         )

@@ -44,7 +44,7 @@ MIN_SPREAD_GAIN = 0.01
 """By so much a step must be shorter with replicas in several groups: such plans are more complex."""
 MAX_SLOWER = 0.5
 """Alternatives are at most this much slower than the best of their division, by the analytic period. Nor are
-divisions improved that are slower by more than the best of all."""
+divisions improved that are slower by more than the best of all, or than what is of use."""
 MAX_LONGER = 2.0
 """Divisions that take so many times as long as the best one so far are left out."""
 
@@ -59,7 +59,7 @@ class Exploration:
         best: division -> its best choice.
         alternatives: division -> the fastest choices with different sizes of groups, layouts of engines or
             sequences at once, the best one included; empty unless they are kept.
-        longest: seconds of a step from which on a choice is of no use.
+        longest: seconds of a step from which on a choice is of no use, once it is improved.
         num_tried: candidates so far.
         budget: most candidates to try.
         most_reasons: most reasons of a run to refuse a division; None: divisions are not checked again.
@@ -105,11 +105,12 @@ class Exploration:
         best = self.best.get(blocks)
         if best is None:
             factor = 1 - MIN_SPREAD_GAIN if overlaps(blocks) else MAX_LONGER
-            return min(self.shortest_apart() * factor, self.longest)
+            return min(self.shortest_apart() * factor, self.longest * (1 + MAX_SLOWER))
+        better = best.period * (1 - MIN_GAIN)
         if not self.keeps_alternatives:
-            return best.period * (1 - MIN_GAIN)
+            return better
         rows, slowest = self.alternatives[blocks], min(best.period * (1 + MAX_SLOWER), self.longest)
-        return min(slowest, rows[-1].period) if len(rows) == NUM_KEPT else slowest
+        return max(better, min(slowest, rows[-1].period) if len(rows) == NUM_KEPT else slowest)
 
     def can_run(self, blocks: Blocks) -> bool:
         """Return whether a run can execute a division for all that is known of it."""
@@ -145,7 +146,7 @@ def explore(
     plain = divisions(evaluator)
     for blocks in plain:
         _try_sizes(found, blocks)
-    slowest = found.shortest_apart() * (1 + MAX_SLOWER)
+    slowest = min(found.shortest_apart(), longest) * (1 + MAX_SLOWER)
     for choice in found.ranked()[:NUM_IMPROVED]:
         if choice.period < slowest:
             _improve(found, choice)
@@ -156,6 +157,7 @@ def explore(
     for choice in found.ranked()[:NUM_IMPROVED]:
         if choice.partition.blocks in spread:
             _improve(found, choice)
+    found.best = {blocks: choice for blocks, choice in found.best.items() if choice.period < longest}
     return found
 
 
@@ -164,13 +166,12 @@ def too_large(evaluator: Evaluator) -> str | None:
     problem = evaluator.problem
     if problem.fixed or not problem.free_devices:
         return None
-    options, cluster = evaluator.table.options, problem.cluster
     sets = [
         free[:size]
-        for free in devices_of_parts(problem.free_devices, cluster).values()
-        for size in group_sizes(len(free), cluster)[::-1]
+        for free in devices_of_parts(problem.free_devices, problem.cluster).values()
+        for size in group_sizes(len(free), problem.cluster)[::-1]
     ]
-    return next((name for name in problem.loose if not any(options(name, own) for own in sets)), None)
+    return next((n for n in problem.loose if not any(evaluator.fits_alone(n, own) for own in sets)), None)
 
 
 def divisions(evaluator: Evaluator) -> list[Blocks]:

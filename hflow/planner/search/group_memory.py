@@ -145,10 +145,7 @@ class GroupMemory:
     ) -> Fit:
         """Return the memory of a device with one option of each replica of a group.
 
-        Args:
-            phases: the group's phases.
-            options: an option of each replica.
-            common: model with an engine and a trainer -> how many devices these have in common.
+        `common` is how many devices a model's engine and trainer have in common.
         """
         found = [self._common(option, options, common) for option in options]
         rows = [self._bytes_in(phases, *pair) for pair in zip(options, found, strict=True)]

@@ -150,20 +150,12 @@ def comparable_devices(devices: Devices, cluster: ClusterSpec) -> Devices:
 def assign_devices(
     sizes: tuple[int, ...], devices: Devices, cluster: ClusterSpec
 ) -> tuple[Devices, ...] | None:
-    """Give each group its devices.
+    """Return the devices of each group, by their numbers; None if the groups cannot be placed like this.
 
     A group up to the size of a machine is within one machine, and a larger one begins with a whole one. Where
     the user has placed others on a part of a machine, a larger group may begin with the rest of one, too.
     Elsewhere that would only be more to try: whole machines divide into better groups. The largest groups
     come first; the others then fill the smallest gap that is large enough.
-
-    Args:
-        sizes: the number of devices of each group.
-        devices: the free devices, ascending.
-        cluster: says which devices share a machine.
-
-    Returns:
-        The devices of each group, or None if the groups cannot be placed like this.
     """
     gaps = [list(run) for run in _by_machine(devices, cluster)]
     given: dict[int, Devices] = {}
@@ -242,9 +234,6 @@ def layouts_for(problem: SearchProblem, name: str, devices: Devices, *, is_large
     Layouts that `run` refuses are left out if others are not refused, unless the problem allows them.
 
     Args:
-        problem: says what is set.
-        name: the replica's name.
-        devices: the devices of the replica's group.
         is_large: whether every other choice is enough.
     """
     if name in problem.layouts:

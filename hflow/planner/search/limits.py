@@ -85,10 +85,10 @@ class Basis:
             found = self._fastest(request, longest=longest)
         return None if found is None else found[1]
 
-    def freed(self, key: str) -> Tried:
+    def freed(self, key: str, longest: float) -> Tried:
         """Return the value that the planner would choose for a setting of a model that trains or infers."""
         base = self.searched or replace(self.request, free=frozenset())
-        found = self._fastest(replace(base, free=base.free | {key}))
+        found = self._fastest(replace(base, free=base.free | {key}), longest=longest)
         if found is None:
             return {}, None
         _, model, name = key.split(".")
@@ -96,10 +96,10 @@ class Basis:
         configs = (o.config for o in choice.options if o.replica.model == model and o.replica.role != "gen")
         return {key: getattr(next(configs), name)}, seconds
 
-    def elsewhere(self) -> Tried | None:
-        """Return the best placement with the same settings."""
+    def elsewhere(self, longest: float) -> Tried | None:
+        """Return the best placement with the same settings; None if no step takes less than `longest`."""
         free = replace(without_places(self.request), placement=None, free=frozenset({PLACEMENT}))
-        found = self._fastest(free)
+        found = self._fastest(free, longest=longest)
         return None if found is None else ({PLACEMENT: placement_of(found[0])}, found[1])
 
     def _fastest(
@@ -123,8 +123,6 @@ def throttles(
     """Return the limits of a plan: settings, then devices that are idle for much of a step.
 
     Args:
-        basis: the graph and request that the plan was made from.
-        forecast: the plan's forecast.
         is_placed: whether the user has placed the replicas, so that another placement may be better.
         can_run: whether the plan runs. Then only what runs as well is named.
     """
@@ -133,13 +131,13 @@ def throttles(
     before = forecast.candidates[0].seconds if basis.searched and forecast.candidates else basis.period({})
     if not before:
         return ()
-    limits = list(_controller(forecast, before))
+    limits, longest = list(_controller(forecast, before)), before * (1 - MIN_GAIN)
     others = [*_engines(basis, can_run), *_parallel(basis, forecast, can_run)]
     for what, settings in others:  # with another backend other devices may be best
         limits += _tried(basis, what, settings, before)
     for key, value in _set_by_user(basis):
         what = f"{format_setting(key, value)} makes a step longer than the planner's own choice"
-        limits += [Limit(what, (one,)) for one in _remedies([basis.freed(key)], before)]
+        limits += [Limit(what, (one,)) for one in _remedies([basis.freed(key, longest)], before)]
     if basis.searched and basis.is_chosen(PLACEMENT) and basis.searched.placement is None:  # for speed
         devices = re.sub(r":\S+", "", forecast.candidates[0].placement)
         basis = replace(basis, searched=replace(basis.searched, placement=devices))
@@ -149,7 +147,7 @@ def throttles(
     if idle:
         shares = ", ".join(f"{lane} is idle for {share:.0%}".replace("%", " %") for lane, share in idle)
         tried = [*_staler(basis, before)]
-        if is_placed and (other := basis.elsewhere()) is not None:
+        if is_placed and (other := basis.elsewhere(longest)) is not None:
             tried.append(other)
         lanes = tuple(lane for lane, _ in idle)
         limits.append(Limit(f"{shares} of a step", tuple(_remedies(tried, before)), lanes))
@@ -301,8 +299,9 @@ def _staler(basis: Basis, before: float) -> Iterator[Tried]:
         settings: dict[str, Any] = {"schedule.max_staleness": value}
         if (useful := _useful(basis, value)) > schedule.max_concurrent:
             settings["schedule.max_concurrent"] = useful
-        after = basis.period(settings)
-        if after is None or after > last - MIN_GAIN * before:
+        longest = last - MIN_GAIN * before
+        after = basis.period(settings, longest)
+        if after is None or after > longest:
             return
         last = after
         yield settings, after

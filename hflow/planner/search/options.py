@@ -75,8 +75,6 @@ class OptionTable:
         """Return the options of a replica on some devices: the fastest first, then the fewest cuts.
 
         Args:
-            name: the replica's name.
-            devices: the devices of the replica's group.
             with_too_large: whether to add options whose weights and optimizer state alone do not fit.
             with_offload: whether to add options with other values of `offload`, if it is free.
         """
@@ -200,14 +198,9 @@ class OptionTable:
     def _faster(
         self, replica: Replica, configs: Iterable[ModelConfig], same_batches: Mapping[int, ReplicaOption]
     ) -> Iterator[ReplicaOption]:
-        """Yield options with ever larger micro-batches for as long as these make them faster.
+        """Yield options with ever larger micro-batches, ascending, for as long as these make them faster.
 
-        Larger ones need more memory for nothing.
-
-        Args:
-            replica: the replica.
-            configs: by ascending micro-batches.
-            same_batches: size of micro-batches -> an option with it.
+        Larger ones need more memory for nothing. `same_batches` has an option of some sizes.
         """
         shortest = math.inf
         for config in configs:
@@ -363,13 +356,9 @@ class OptionTable:
         *,
         like: ReplicaOption | None = None,
     ) -> ReplicaOption:
-        """Return an option with a given configuration.
+        """Return an option with a configuration; the cache of an engine holds `largest_batch` sequences.
 
-        Args:
-            replica: the replica.
-            config: the configuration.
-            largest_batch: sequences that an engine's cache holds.
-            like: an option that differs only in what a backward pass reads: its other nodes take as long.
+        `like` is an option that differs only in what a backward pass reads: its other nodes take as long.
         """
         limited = config
         if largest_batch is not None and largest_batch < config.gen.max_running:

@@ -43,11 +43,7 @@ class Partition:
         return max((sum(spent[v] for v in cycle) / lag for cycle, lag in self._cycles), default=0.0)
 
     def period(self, seconds: Mapping[str, float]) -> tuple[float, tuple[str, ...]]:
-        """Return the seconds of a step, and the nodes of the slowest cycle.
-
-        Args:
-            seconds: event -> seconds, in the form that `steady_period` takes.
-        """
+        """Return the seconds of a step, and the nodes of the slowest cycle, from those of `steady_period`."""
         spent = self._spent(seconds)
         ratio = 0.0
         slowest: tuple[int, ...] = ()

@@ -78,15 +78,10 @@ class SearchProblem:
         allows_planned_only: bool = False,
         divides_sequences: bool = False,
     ) -> None:
-        """Read a request.
+        """Read a request with something free; the other arguments are the attributes.
 
         Args:
-            graph: a checked graph.
-            request: a request with something free.
-            margin: share of a device's memory that a plan leaves free.
             structure: the request's plan, where its placement is given and the plan is known.
-            allows_planned_only: whether layouts may be chosen that can be planned but not run yet.
-            divides_sequences: whether to try context ranks for sequences that are not long, too.
 
         Raises:
             PlanError: if groups contradict each other, the cluster or the models.

@@ -10,7 +10,7 @@ plan that is found, everything is taken back that is not needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import starmap
@@ -19,7 +19,6 @@ from typing import Any, Literal
 from hflow.base.errors import PlanError
 from hflow.base.text import format_gib, format_ranges, format_setting
 from hflow.graph.ir import Graph
-from hflow.planner.checks.unrunnable import runs_family
 from hflow.planner.make.placement_setting import placed_devices
 from hflow.planner.make.replicas import GEN_SUFFIX, replica_roles
 from hflow.planner.models.descriptors import engine_kind
@@ -191,11 +190,8 @@ class NoFit:
 def no_fit(graph: Graph, request: PlanRequest) -> NoFit:
     """Return an error for a search that has found no plan, with the fix.
 
-    Of what the user has set, only what makes a plan impossible is named: with the rest, something fits.
-
-    Args:
-        graph: a checked graph.
-        request: a request whose placement is free, for which nothing fits.
+    Of what the user has set, only what makes a plan impossible is named: with the rest, something fits. The
+    placement of the request is free.
     """
     request, pins = pins_of(graph, request)
     attempts = _anywhere_attempts(graph, _released(request, pins))
@@ -218,7 +214,7 @@ def no_fit(graph: Graph, request: PlanRequest) -> NoFit:
         changes.insert(0, f"cluster={attempt.request.cluster.name}")
     if changes:
         removed = f" and remove {names}" if names else ""
-        text = f". Set {' '.join(changes)}{removed} ({needed}).{_planned_only(request, attempt.changes)}"
+        text = f". Set {' '.join(changes)}{removed} ({needed})."
         return NoFit(text, is_too_large)
     them = "it" if len(causes) == 1 else "them"
     text = f" with {names}. Without {them}, {_replacement(causes, *found)} fits ({needed})."
@@ -228,11 +224,8 @@ def no_fit(graph: Graph, request: PlanRequest) -> NoFit:
 def nearest_fit(graph: Graph, request: PlanRequest, asked: PlanRequest, *, may_grow: bool = True) -> str:
     """Return changes with which a request fits and leaves the margin free, as sentences.
 
-    Args:
-        graph: a checked graph.
-        request: the request that does not fit, with groups and layouts.
-        asked: the request as the user has made it.
-        may_grow: try larger clusters too, which takes longest.
+    The request has groups and layouts; the user has made it as `asked`. `may_grow` tries larger clusters too,
+    which takes longest.
     """
     attempts = _attempts(graph, request)
     if not may_grow:
@@ -246,12 +239,7 @@ def nearest_fit(graph: Graph, request: PlanRequest, asked: PlanRequest, *, may_g
 
 
 def _nothing_fits(graph: Graph, request: PlanRequest) -> str:
-    """Return the error for a request that fits on no number of devices, and a kind on which it does.
-
-    Args:
-        graph: a checked graph.
-        request: a request whose placement is free.
-    """
+    """Return the error for a free request that no number of devices fits, and a kind of them that does."""
     text = NOTHING_FITS
     *_, largest = _anywhere_attempts(graph, request)
     if cause := _cause(graph, largest.request):
@@ -269,7 +257,7 @@ def _nothing_fits(graph: Graph, request: PlanRequest) -> str:
             settings = " ".join(starmap(format_setting, _named(request, attempt.changes).items()))
             there = f"cluster={attempt.request.cluster.name} {settings}".rstrip()
             needed = format_gib(_needed(choice))
-            return f"{text}. Set {there} ({needed}).{_planned_only(request, attempt.changes)}"
+            return f"{text}. Set {there} ({needed})."
     return f"{text}. Use larger devices or a smaller model."
 
 
@@ -330,10 +318,10 @@ def _anywhere_attempts(graph: Graph, request: PlanRequest) -> Iterator[Attempt]:
 
 
 def _search(graph: Graph, request: PlanRequest) -> Found | None:
-    """Return the best plan of a request, or None if none fits."""
+    """Return a plan of a request that fits: the first candidate, or the best of some; None if none fits."""
     try:
         evaluator = Evaluator(SearchProblem(graph, request))
-        ranked = explore(evaluator, REMEDY_BUDGET).ranked()
+        ranked = explore(evaluator, 1).ranked() or explore(evaluator, REMEDY_BUDGET).ranked()
     except PlanError:
         return None
     return (evaluator, ranked[0]) if ranked else None
@@ -400,7 +388,7 @@ def _sentence(
     if attempt.request.cluster != request.cluster:
         texts.insert(0, f"cluster={attempt.request.cluster.name}")
     needed = format_gib(_needed(choice))
-    return f"Set {' '.join(texts)}{removed} ({needed}).{_planned_only(request, attempt.changes)}"
+    return f"Set {' '.join(texts)}{removed} ({needed})."
 
 
 def _named(request: PlanRequest, changes: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -410,24 +398,6 @@ def _named(request: PlanRequest, changes: Iterable[tuple[str, Any]]) -> dict[str
         if kept[key] not in request.backend_problems:
             del kept[key]
     return kept
-
-
-def _planned_only(request: PlanRequest, changes: Iterable[tuple[str, Any]]) -> str:
-    """Return a sentence if backends among some changes do not run the family of their model yet."""
-    names: dict[str, str] = {}
-    for key, value in changes:
-        shape = request.shapes.get(key.removeprefix("models.").partition(".")[0])
-        if key.endswith((".backend", ".gen.engine")) and shape and not runs_family(value, shape):
-            names[value] = shape.family
-    return "".join(
-        f" It can be planned with {name}, but not run yet: {name} does not have family {family}."
-        for name, family in names.items()
-    )
-
-
-def fits(graph: Graph, request: PlanRequest, settings: Mapping[str, Any]) -> bool:
-    """Return whether a request has a plan that fits with other settings."""
-    return _search(graph, with_settings(request, settings)) is not None
 
 
 def _released(request: PlanRequest, pins: Sequence[Pin]) -> PlanRequest:

@@ -54,14 +54,7 @@ class SearchResult:
 def make_result(
     evaluator: Evaluator, choices: Sequence[Choice], num_tried: int, seconds: Mapping[Choice, float]
 ) -> SearchResult:
-    """Return the result of a search.
-
-    Args:
-        evaluator: made the choices.
-        choices: the best ones, the fastest first.
-        num_tried: candidates that were looked at.
-        seconds: seconds of a step with each choice.
-    """
+    """Return the result of a search: the best choices, the fastest first, with the seconds of a step."""
     best = choices[0]
     rows = tuple(
         Candidate(

@@ -92,12 +92,8 @@ def _overlap(i: int, num: int, j: int, other_num: int) -> float:
 def _held_tensors(num_parts: int, num_shards: int, machines: tuple[int, ...]) -> float:
     """Return the part of their needs that workers hold, all together, in copies of one tensor.
 
-    Worker `w` holds part `w % num_parts` of the tensor, and rank `r` needs shard `r % num_shards`.
-
-    Args:
-        num_parts: equal parts of the trainer.
-        num_shards: equal shards of an engine.
-        machines: workers on each machine.
+    Worker `w` holds part `w % num_parts` of the tensor, and rank `r` needs shard `r % num_shards`. On
+    `machines` are so many workers each.
     """
     unit = math.lcm(num_parts, num_shards)
     first = in_order = best = 0

@@ -40,14 +40,11 @@ def by_seconds(
     responses. So alternatives are tried too, those first that would be fastest if they waited as much as the
     best of their division. One takes its place if it is clearly faster; it is not simulated if even its
     analytic period is not. Divisions with replicas in several groups are left out if they are not clearly
-    faster than all others.
+    faster than all others. `ranked` is sorted by analytic periods.
 
     Args:
-        evaluator: made the choices.
-        ranked: the best choice of each division, the fastest first, by their analytic periods.
         simulate: the source of seconds where analytic periods are estimates; None: estimates are returned.
         most: choices of `ranked` to simulate; the others are left out then.
-        alternatives: further choices of divisions.
     """
     if simulate is None or not is_estimate(evaluator.problem):
         return [(choice, choice.period) for choice in ranked]

@@ -38,13 +38,7 @@ def add_rows(
 ) -> WeightRoute:
     """Return a route with its rows and the bytes that they move.
 
-    Args:
-        route: says which replicas, and how.
-        src: the replica that has the weights.
-        dst: the replica that receives them.
-        shape: sizes of their model.
-        item_bytes: bytes of one entry while it moves, and at the destination.
-        cluster: says which workers share a machine.
+    `item_bytes` are those of one entry while it moves, and at the destination.
 
     Raises:
         PlanError: if the tensor axis of a layout does not divide a tensor that it splits.
@@ -75,13 +69,11 @@ def add_rows(
 def held_bytes(
     src: Replica, dst: Replica, shape: ModelShape, item_bytes: int, cluster: ClusterSpec
 ) -> dict[int, list[int]]:
-    """Return the part of each engine rank's needs that each worker of the source holds.
+    """Return the part of each engine rank's needs that each worker of the source holds, in bytes.
 
     The arguments are those of `add_rows`. It does not matter where the ranks of the destination are. Those
-    with equal numbers modulo the shards of the model need the same, so they count as one.
-
-    Returns:
-        Worker -> rank modulo the number of shards -> bytes.
+    with equal numbers modulo the shards of the model need the same, so they count as one. The result is
+    worker -> rank modulo the number of shards -> bytes.
 
     Raises:
         PlanError: if the tensor axis of a layout does not divide a tensor that it splits.

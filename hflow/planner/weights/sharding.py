@@ -8,7 +8,7 @@ checkpoint, so no box contains it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -60,7 +60,7 @@ def num_slices(traits: BackendTraits, layout: Layout) -> int:
 def rank_tensors(
     shape: ModelShape, traits: BackendTraits, layout: Layout, coords: Coords
 ) -> Iterator[tuple[TensorSpec, Box]]:
-    """Yield every tensor that the rank at some coordinates holds, with its box.
+    """Yield every tensor that the rank at some coordinates holds, with each of its boxes.
 
     Raises:
         PlanError: if the tensor axis does not divide a tensor that it splits.
@@ -68,8 +68,7 @@ def rank_tensors(
     p = coords[2]
     for spec in tensors(shape):
         if is_on_stage(spec, shape, p, layout.pipe):
-            box = rank_box(spec, traits, layout, coords)
-            if box is not None:
+            for box in rank_boxes(spec, traits, layout, coords):
                 yield spec, box
 
 
@@ -83,29 +82,37 @@ def tensor_shards(spec: TensorSpec, traits: BackendTraits, layout: Layout) -> tu
     return _tensor_shards(replace(spec, name="", layer=None, location=""), traits, layout)
 
 
-def rank_box(spec: TensorSpec, traits: BackendTraits, layout: Layout, coords: Coords) -> Box | None:
-    """Return the part of a tensor that a rank of its stage holds, or None if it is empty.
+def rank_boxes(spec: TensorSpec, traits: BackendTraits, layout: Layout, coords: Coords) -> tuple[Box, ...]:
+    """Return the boxes of a tensor that a rank of its stage holds, in their order, without empty ones.
 
     Raises:
         PlanError: if the tensor axis does not divide the tensor.
     """
     _check_split(spec, traits, layout)
     d, t, _, c = coords
-    box = whole_box(spec.shape)
+    boxes = [whole_box(spec.shape)]
     if layout.tensor > 1 and spec.split_axis is not None:
-        box = _with_range(box, spec.split_axis, _tensor_range(spec, traits, layout.tensor, t))
+        ranges = _tensor_ranges(spec, traits, layout.tensor, t)
+        boxes = [_with_range(boxes[0], spec.split_axis, bounds) for bounds in ranges]
     num_copies, index = layout.num_copies, layout.copy_index(d, c)
     if layout.expert > 1 and spec.num_experts > 1:
         num, part = spec.num_experts // layout.expert, layout.expert_index(d, c)
-        box = _with_range(box, 0, (part * num, (part + 1) * num))
+        boxes = [_with_range(box, 0, (part * num, (part + 1) * num)) for box in boxes]
         num_copies, index = layout.num_expert_copies, index // layout.expert
     if layout.replicate > 1:
         num_copies, index = layout.fsdp_size, index % layout.fsdp_size
     if traits.shards_weights and num_copies > 1:
+        block = -(-sum(stop - start for (start, stop), *_ in boxes) // num_copies)
+        boxes = list(_cut_rows(boxes, index * block, (index + 1) * block))
+    return tuple(box for box in boxes if numel(box))
+
+
+def _cut_rows(boxes: Iterable[Box], first: int, last: int) -> Iterator[Box]:
+    """Yield rows `[first, last)` of boxes that are stacked."""
+    for box in boxes:
         start, stop = box[0]
-        block = -(-(stop - start) // num_copies)
-        box = _with_range(box, 0, (min(stop, start + index * block), min(stop, start + (index + 1) * block)))
-    return box if numel(box) else None
+        yield _with_range(box, 0, (min(stop, start + max(0, first)), min(stop, start + max(0, last))))
+        first, last = first - (stop - start), last - (stop - start)
 
 
 def padded_units(num_units: int, traits: BackendTraits, num_ranks: int) -> int:
@@ -139,17 +146,21 @@ def _check_split(spec: TensorSpec, traits: BackendTraits, layout: Layout) -> Non
         )
 
 
-def _tensor_range(spec: TensorSpec, traits: BackendTraits, num_ranks: int, rank: int) -> tuple[int, int]:
-    """Return `[start, stop)` of a tensor rank on the split axis."""
+def _tensor_ranges(
+    spec: TensorSpec, traits: BackendTraits, num_ranks: int, rank: int
+) -> list[tuple[int, int]]:
+    """Return `[start, stop)` of a tensor rank on the split axis, in each of its parts."""
     assert spec.split_axis is not None
-    size, num_units = spec.shape[spec.split_axis], spec.split_units
+    size, num_units = spec.shape[spec.split_axis] // spec.split_parts, spec.split_units
     length = size // num_units
     if num_units < num_ranks and spec.may_repeat:
         unit = rank // (num_ranks // num_units)
-        return unit * length, (unit + 1) * length
-    num_units = padded_units(num_units, traits, num_ranks) if spec.may_pad else num_units
-    block = num_units // num_ranks * length
-    return min(size, rank * block), min(size, (rank + 1) * block)
+        start, stop = unit * length, (unit + 1) * length
+    else:
+        num_units = padded_units(num_units, traits, num_ranks) if spec.may_pad else num_units
+        block = num_units // num_ranks * length
+        start, stop = min(size, rank * block), min(size, (rank + 1) * block)
+    return [(start + part * size, stop + part * size) for part in range(spec.split_parts)]
 
 
 @lru_cache(maxsize=256)
@@ -157,14 +168,13 @@ def _tensor_shards(spec: TensorSpec, traits: BackendTraits, layout: Layout) -> t
     stage_ranks: dict[Box, list[int]] = {}
     num_kinds = layout.fsdp_size if traits.shards_weights else layout.expert
     boxes = {
-        (copy, t): rank_box(spec, traits, layout, (copy // layout.context, t, 0, copy % layout.context))
+        (copy, t): rank_boxes(spec, traits, layout, (copy // layout.context, t, 0, copy % layout.context))
         for copy in range(num_kinds)
         for t in range(layout.tensor)
     }
     for stage_rank in range(layout.stage_size):
         copy, t = divmod(stage_rank, layout.tensor)
-        box = boxes[copy % num_kinds, t]
-        if box is not None:
+        for box in boxes[copy % num_kinds, t]:
             stage_ranks.setdefault(box, []).append(stage_rank)
     return tuple(TensorShard(box, tuple(ranks)) for box, ranks in stage_ranks.items())
 

@@ -75,11 +75,7 @@ class CountBytes(Protocol):
 def weight_route(src: Replica, gen: Replica, request: PlanRequest, count: CountBytes) -> WeightRoute:
     """Return the route from a training replica to a generation replica of its model.
 
-    Args:
-        src: the replica that trains.
-        gen: the replica that generates.
-        request: the sizes of the model, and the settings of its engine.
-        count: adds the bytes that move, and rows if it makes any.
+    `count` adds the bytes that move, and rows if it makes any.
     """
     config, shape = request.model(gen.model), request.trained_shape(gen.model)
     route = WeightRoute(gen.model, src.name, gen.name, way_of(src, gen, config, request))
@@ -93,14 +89,7 @@ def weight_route(src: Replica, gen: Replica, request: PlanRequest, count: CountB
 def way_of(
     src: Replica, gen: Replica, config: ModelConfig, request: PlanRequest
 ) -> Literal["shared", "gather", "pull"]:
-    """Return the way of weights from a training to a generation replica (`WeightRoute.how`).
-
-    Args:
-        src: the replica that trains.
-        gen: the replica that generates.
-        config: the settings of its model.
-        request: the cluster, and the run's settings.
-    """
+    """Return the way of weights from a training to a generation replica (`WeightRoute.how`)."""
     if set(src.workers) != set(gen.workers):
         return "pull"
     if not traits(gen.backend).has_own_process:

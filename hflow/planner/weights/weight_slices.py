@@ -34,9 +34,6 @@ def slices_to_send(
     """Return the slices that a worker sends, by receivers; they are in the order of the tensors.
 
     Args:
-        route: a route with rows.
-        cluster: says which workers share a machine.
-        worker: the sender.
         to_itself: whether it also sends what it needs itself, for an engine in a process of its own. If the
             route has a transport for that, these slices have no other receivers.
     """

@@ -40,9 +40,6 @@ class BatchRunner:
     """Runs the batches of all streams.
 
     Args:
-        run: the run that the batches are part of.
-        node_execution: runs single nodes.
-        release: frees data.
         num_texts: samples of each batch whose text the observer receives.
         num_reported: completed steps whose metrics were reported, by a run that continues.
     """
@@ -293,11 +290,7 @@ def _token_fields(plan: Plan) -> set[str]:
 
 
 class SampleRelease:
-    """Frees the data of samples on workers, and waits while a checkpoint copies it.
-
-    Args:
-        workers: hold the data.
-    """
+    """Frees the data of samples on workers, and waits while a checkpoint copies it."""
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers

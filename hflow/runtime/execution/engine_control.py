@@ -22,12 +22,7 @@ from hflow.workers.interface import GroupTask, WeightsLoaded
 
 
 class EngineControl:
-    """Performs the instructions `Publish`, `Wake` and `Sleep`.
-
-    Args:
-        run: the run that the engines generate for.
-        rebalancer: moves groups between engines while these sleep.
-    """
+    """Performs the instructions `Publish`, `Wake` and `Sleep`."""
 
     def __init__(self, run: RunContext, rebalancer: Rebalancer) -> None:
         self._run = run
@@ -108,10 +103,6 @@ class Rebalancer:
     then. While engines sleep, moving a group costs nothing extra: its prefix must be computed again with the
     new weights anyway. Only groups move of which no member has ended. They take their tokens with them, so no
     token is generated twice.
-
-    Args:
-        run: the run whose groups move.
-        state: the state machine, which knows the open groups.
     """
 
     def __init__(self, run: RunContext, state: RunState) -> None:

@@ -27,14 +27,7 @@ NOTICE_SECONDS = 5.0
 
 
 class EngineRecovery:
-    """Replaces workers.
-
-    Args:
-        run: the run that the workers work for.
-        state: the state machine.
-        locations: root stream -> where its samples are.
-        enqueue: sends events to the state machine.
-        max_replacements: how many workers are replaced between two checkpoints.
+    """Replaces workers, up to `max_replacements` between two checkpoints.
 
     Attributes:
         away: workers that have failed, until the executor has asked again for what they had to do.

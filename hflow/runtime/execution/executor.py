@@ -71,7 +71,6 @@ class Executor:
     """Runs one plan to its end on started workers.
 
     Args:
-        run: the run, of which nothing has happened yet.
         rows: stream -> the order of its dataset's rows.
         point: the checkpoint that the run continues from; None: it begins.
         save_seconds: time between two checkpoints besides those of the plan; None: there are no others.
@@ -186,8 +185,7 @@ class Executor:
     def stop(self, problem: str | None = None) -> None:
         """Ask the run to end: the steps that have begun are completed, and the run is saved.
 
-        Args:
-            problem: why it ends with an error; None: the user asks for it.
+        `problem` is the error that it ends with; None: the user asks for it.
         """
         self._enqueue(ev.StopRequested(problem))
 
@@ -202,13 +200,14 @@ class Executor:
             messages = WorkerMessages()
             for worker, events in received:
                 for event in events:
-                    if isinstance(event, ev.EngineLost):
+                    if worker is not None:
+                        # What a worker reports is recorded here, so that ledger and state are of one moment.
+                        event = self._translate(worker, event)
+                    elif isinstance(event, ev.EngineLost):
                         self._recovery.mark_lost(event.replica)
                     elif isinstance(event, ev.EngineBack):
                         self._continue_on(self._recovery.worker_of(event.replica), messages)
-                    # What a worker reports is recorded here, so that ledger and state are of one moment.
-                    known = event if worker is None else self._translate(worker, event)
-                    for instruction in self._state.handle(known):
+                    for instruction in self._state.handle(event):
                         self._run.ledger.record_instruction(instruction)
                         self._perform(instruction, messages)
             self._send(messages)
@@ -277,7 +276,7 @@ class Executor:
     def _of_remaining(self, task: ComputeTask) -> ComputeTask:
         """Return a task for those of its samples that have not been refused since it was sent."""
         samples = self._state.remaining_samples(task.node, task.key)
-        return task if samples is None else replace(task, samples=samples)
+        return task if samples is None else task._replace(samples=samples)
 
     # Worker -> controller
     async def _poll(self, worker: int) -> None:

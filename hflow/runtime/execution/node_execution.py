@@ -11,6 +11,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
+
+import numpy as np
 
 from hflow.data_plane.locations import DataLocations
 from hflow.data_plane.minibatches import shards
@@ -58,7 +61,6 @@ class NodeExecution:
     """Runs nodes on workers.
 
     Args:
-        run: the run that the nodes are part of.
         states: node -> JSON of its `State` before its first call in this run.
 
     Attributes:
@@ -78,13 +80,9 @@ class NodeExecution:
     async def run(
         self, node: str, step: int, groups: Mapping[int, Sequence[int]], locations: DataLocations
     ) -> ExecutionResult:
-        """Run a node on groups of samples.
+        """Run a node on groups (group -> its samples), and update the locations of their data.
 
-        Args:
-            node: name of the node.
-            step: the step. For a node that runs as samples arrive, the number of its runs before.
-            groups: group -> its samples.
-            locations: which workers hold the samples; updated.
+        For a node that runs as samples arrive, `step` is the number of its runs before.
         """
         rule = self._rules[node]
         async with self._cutting:
@@ -95,9 +93,9 @@ class NodeExecution:
             moves = redistribute(rule, assignment, holders, self._run.plan.cluster)
             await asyncio.sleep(0)
         tasks = node_tasks(node, step, rule.heads, self._replica_workers(node), assignment)
-        transfer = self._run.workers.transfer(moves) if moves else _nothing()
+        transfer = self._run.workers.transfer(moves) if len(moves.samples) else _nothing()
         with self._run.working(OngoingWork(node, DEVICE, tuple(tasks), time.time(), step + 1)):
-            if any(move.src in self._run.workers.replaceable for move in moves):
+            if not self._run.workers.replaceable.keys().isdisjoint(moves.sources):
                 # The source may fail meanwhile. The node must not run then before the moves are done again.
                 moved_bytes = await transfer
                 results = await self._run.workers.run(tasks)
@@ -119,8 +117,10 @@ class NodeExecution:
     def _record(self, node: str, locations: DataLocations, results: Sequence[NodeResult]) -> None:
         fields = self.output_fields(node)
         uses_devices = bool(self._run.plan.placement(node).replicas)
+        made = chain.from_iterable(result.samples for result in results)
+        makers = np.repeat([result.worker for result in results], [len(result.samples) for result in results])
+        locations.add_outputs(fields, made, makers)
         for result in results:
-            locations.add_outputs(fields, result.samples, result.worker)
             self._run.ledger.record_result(result)
             if result.state is not None:
                 self.states[node] = result.state
@@ -152,12 +152,7 @@ def node_tasks(
 ) -> dict[int, NodeTask]:
     """Return one task per worker, with the shards that the plan assigns to it.
 
-    Args:
-        node: name of the node.
-        step: the step.
-        dp_heads: dp index -> worker that gets its shard.
-        workers: all workers of the node's replica; those that are not dp-heads get a task without a shard.
-        assignment: dp index -> minibatches of samples.
+    Those of the replica's workers that are not dp-heads get a task without a shard.
     """
     inputs: dict[int, list[ShardInput]] = {worker: [] for worker in workers}
     for dp, (dp_head, minibatches) in enumerate(zip(dp_heads, assignment, strict=True)):

@@ -55,10 +55,8 @@ class RowCursor:
     """Maps the ascending group ids of one stream to rows.
 
     Args:
-        rows: the order of the rows.
         endless: True for the trained stream, which reads epoch after epoch. A side stream reads its
             dataset once per evaluation; groups beyond its end have no row.
-        first_group: the group that reads the first row.
     """
 
     def __init__(self, rows: DatasetRows, endless: bool, first_group: int = 0) -> None:
@@ -90,8 +88,6 @@ class SampledCursor(RowCursor):
     a synchronous run, the choice does not depend on the time at which samples finish.
 
     Args:
-        rows: the rows and the sampler.
-        group_size: samples of a group.
         saved: what `save` returned when the checkpoint was taken; None: the run begins.
 
     Raises:

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 
 from hflow.data_plane.locations import DataLocations
-from hflow.data_plane.redistribute import Move
+from hflow.data_plane.redistribute import Move, Moves
 from hflow.runtime.events import NodeDone, RunStreamingInference
 from hflow.runtime.execution.node_execution import NodeExecution
 from hflow.runtime.execution.run_context import RunContext
@@ -18,13 +18,7 @@ from hflow.workers.interface import ComputeReady
 
 
 class StreamingRunner:
-    """Runs nodes on arrived samples and moves their outputs to the samples' home workers.
-
-    Args:
-        run: the run that the samples are part of.
-        node_execution: runs single nodes.
-        locations: root stream -> where its samples are.
-    """
+    """Runs nodes on arrived samples and moves their outputs to the samples' home workers."""
 
     def __init__(
         self, run: RunContext, node_execution: NodeExecution, locations: Mapping[str, DataLocations]
@@ -80,7 +74,9 @@ class StreamingRunner:
             for sample in samples:
                 if worker_of[sample] != home:
                     routes.setdefault((worker_of[sample], home), []).append(sample)
-        moves = [Move(src, dst, tuple(samples), fields) for (src, dst), samples in sorted(routes.items())]
-        if moves:
+        moves = Moves.of(
+            Move(src, dst, tuple(samples), fields) for (src, dst), samples in sorted(routes.items())
+        )
+        if routes:
             await self._run.workers.transfer(moves)
         locations.add_moves(moves)

@@ -37,11 +37,7 @@ RECORDED = (Accept, Refuse, FormBatch, StepDone)
 
 
 class Ledger:
-    """The ledger of one run, open for appending. As a context manager it is closed at the end.
-
-    Args:
-        path: path of the file. An existing file is continued.
-        header: streams and nodes of the run.
+    """The ledger of one run, open for appending to a new or an existing file, until the context ends.
 
     Raises:
         RunError: when the file cannot be written. All methods raise it too.
@@ -101,8 +97,7 @@ class Ledger:
     def close(self, reason: str) -> dict[str, int]:
         """Close the ledger. Samples without an end are unused, for this reason.
 
-        Returns:
-            The number of samples by end.
+        Return the number of samples by end.
         """
         if self._is_open:
             self._is_open = False
@@ -136,12 +131,8 @@ def rewind(path: Path, step: int, position: int) -> None:
     """Take a closed ledger back to a checkpoint, for a run that continues from there.
 
     Samples that were admitted before keep their rows, and may still get an end. What came later does not
-    belong to the run's history any more, and its ids may be issued again.
-
-    Args:
-        path: the ledger's file.
-        step: completed steps of the checkpoint; 0 without one.
-        position: what `Ledger.position` returned when it was taken; 0 without one.
+    belong to the run's history any more, and its ids may be issued again. Without a checkpoint its step and
+    `Ledger.position` are 0.
 
     Raises:
         RunError: when the run has not completed that many steps, or the file is damaged.

@@ -57,13 +57,10 @@ def select(
     limit: int | None = None,
     among: Iterable[tuple[str, int]] | None = None,
 ) -> QueryResult:
-    """Return samples, sorted by stream and id.
+    """Return at most `limit` samples, sorted by stream and id.
 
-    Args:
-        path: path of the ledger.
-        where: SQL condition on the columns of `samples`; None: all samples.
-        limit: the most rows to return; None: no limit.
-        among: stream and id of the samples to choose from; None: all.
+    `where` is an SQL condition on the columns of `samples`, and `among` names samples by stream and id. None
+    means all samples, or no limit.
 
     Raises:
         ConfigError: when there is no ledger, or the SQL is invalid.
@@ -196,7 +193,6 @@ def read_overview(path: Path, among: Collection[tuple[str, int]] = (), num_newes
     """Return the overview of a ledger, also while its run writes it.
 
     Args:
-        path: path of the ledger.
         among: stream and id of the samples to return; empty: some of all.
         num_newest: also return so many samples that finished last, and these before all others.
 

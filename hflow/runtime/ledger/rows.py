@@ -88,7 +88,6 @@ class RowBuilder:
     were in an update that was skipped.
 
     Args:
-        header: streams and nodes of the run.
         seq: the last `seq` in the file.
     """
 
@@ -121,12 +120,7 @@ class RowBuilder:
         }
 
     def add(self, time: int, record: Record) -> None:
-        """Make the rows of a record.
-
-        Args:
-            time: milliseconds since the run's start.
-            record: what happened.
-        """
+        """Make the rows of a record of a time, in milliseconds since the run's start."""
         self.seq += 1
         self._handlers[type(record)](record, self.seq, time)
 

@@ -101,11 +101,7 @@ class SampleHistory:
 
 
 def read_history(path: Path, name: str) -> SampleHistory:
-    """Return the history of a sample.
-
-    Args:
-        path: path of the ledger.
-        name: an id of the trained stream, or `STREAM/ID`.
+    """Return the history of a sample: of an id of the trained stream, or of `STREAM/ID`.
 
     Raises:
         ConfigError: when there is no ledger, or no such sample in it.

@@ -188,7 +188,6 @@ def select_samples(
     """Return SQL for columns of all samples, from the tables that they need.
 
     Args:
-        columns: names of columns.
         first: columns whose tables come first: a condition on them is decided before the others are read.
         has_rewinds: whether rows may not belong to the history; False saves half of the time.
     """

@@ -55,8 +55,6 @@ def read_scores(
     """Return the scores of all streams that a run has evaluated, of their last evaluation.
 
     Args:
-        path: path of the ledger.
-        pass_at_k: the estimate for one prompt.
         threshold: lowest number with which a sample is correct.
         pass_at: values of k, of which those up to the samples of a prompt count; empty: powers of two, if
             there are several samples.

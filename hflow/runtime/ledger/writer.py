@@ -35,13 +35,9 @@ BULK_SIZES = (256, 16, 1)
 class Writer:
     """Writes records to a database until it is closed.
 
-    `put` may be called from one thread only. A record is in the file about `INTERVAL` seconds later, and
-    at the latest when `close` returns.
-
-    Args:
-        database: has the tables. No other thread may use it before `close` has returned.
-        rows: makes the rows.
-        path: path of the file, for error messages.
+    `put` may be called from one thread only. A record is in the file about `INTERVAL` seconds later, and at
+    the latest when `close` returns. Nor may another thread use the database, which has the tables, before
+    that.
     """
 
     def __init__(self, database: sqlite3.Connection, rows: RowBuilder, path: Path) -> None:

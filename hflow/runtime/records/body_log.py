@@ -40,12 +40,9 @@ class LoggedLine:
 
 
 class BodyLog:
-    """Writes every line to a file, and shows the first ones of each second.
+    """Appends every line to a file, made with the first one, and shows the first ones of each second.
 
-    Args:
-        path: the file. It is made with the first line; a resumed run appends to it.
-        graph: the run's.
-        show: shows a line to the user; None: they are in the terminal already.
+    Without `show`, which shows a line to the user, they are in the terminal already.
     """
 
     def __init__(self, path: Path, graph: Graph, show: Callable[[str], None] | None) -> None:
@@ -115,11 +112,7 @@ class BodyLog:
 def read_body_lines(path: Path, stream: str, sample: int, group: int) -> Iterator[LoggedLine]:
     """Yield what bodies have printed for a sample or its group, in the order of the file.
 
-    Args:
-        path: the file; if there is none, no body has printed anything.
-        stream: the sample's root stream.
-        sample: the id of the sample.
-        group: the id of the sample's group.
+    If there is no file, no body has printed anything.
     """
     wanted = {("sample", f"{stream}/{sample}"), ("group", f"{stream}/{group}")}
     if path.is_file():

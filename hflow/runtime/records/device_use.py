@@ -39,11 +39,7 @@ COMPUTED, LEARNED = "computed_tokens", "num_tokens"
 
 
 class DeviceUse:
-    """Counts what devices did since the last completed step, and the most memory that they had.
-
-    Args:
-        plan: the run's plan.
-    """
+    """Counts what devices did since the last completed step, and the most memory that they had."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -77,10 +73,7 @@ class DeviceUse:
     ) -> dict[str, float]:
         """Return the metrics of a node that ran on a batch.
 
-        Args:
-            node: name of the node.
-            results: what its workers returned.
-            lengths: tokens of each sample of the batch.
+        `lengths` are the tokens of each sample of the batch.
         """
         seconds = max((result.span.end - result.span.start for result in results), default=0.0)
         values = {NODE_SECONDS.member(node): seconds}
@@ -130,8 +123,6 @@ def train_node_flops(
     """Return the FLOPs that a train node needs for a batch; 0 if the sizes of its model are unknown.
 
     Args:
-        plan: the run's plan.
-        node: name of the node.
         lengths: tokens of each sample. Those of several trajectories count as one sequence.
         num_computed: tokens that passed through the model, over all epochs.
         num_learned: tokens of which the node computed the loss, in one epoch.

@@ -25,13 +25,7 @@ class LiveFiles:
     """Writes a run's activity and its trace on a thread, which no step waits for.
 
     A run that is killed leaves both. What cannot be written, such as on a full disk, is left out: `close`
-    writes the whole trace.
-
-    Args:
-        trace: the run's trace.
-        trace_file: where it is written.
-        activity: returns what the run does now; called on the thread.
-        activity_file: where that is written, until `close` deletes it.
+    writes the whole trace. `activity` is called on the thread; `close` deletes its file.
     """
 
     def __init__(

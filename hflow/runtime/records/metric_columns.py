@@ -32,12 +32,7 @@ Columns = tuple[Sequence[str], NDArray[np.float64]]
 
 
 class Curve(Sequence[tuple[int, float]]):
-    """The values of a metric: (completed steps, value), ascending.
-
-    Args:
-        steps: [values].
-        values: [values].
-    """
+    """The values of a metric: completed steps and a value for each, `[values]`, ascending."""
 
     def __init__(self, steps: NDArray[np.int64], values: NDArray[np.float64]) -> None:
         self._steps, self._values = steps, values
@@ -59,11 +54,7 @@ class Curve(Sequence[tuple[int, float]]):
 
 
 class ColumnsWriter:
-    """Adds the rows of a `metrics.jsonl` to its columns.
-
-    Args:
-        path: `metrics.jsonl`, which exists and ends with a whole row. Rows that are in no block yet are read.
-    """
+    """Adds the rows of a `metrics.jsonl`, which ends with a whole one, to its columns; old rows first."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -30,8 +30,6 @@ class MetricsLog:
     A resumed run appends to the same file. Where a step has two rows, the later one counts.
 
     Args:
-        path: `metrics.jsonl`.
-        tensorboard: directory of TensorBoard event files.
         metrics: declarations; those that are histograms are logged as such in TensorBoard.
 
     Raises:

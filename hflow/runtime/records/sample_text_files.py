@@ -102,9 +102,7 @@ def drop_samples_after(directory: Path, number: int) -> None:
 def keep_samples(directory: Path, known_among: Callable[[Set[SampleKey]], Container[SampleKey]]) -> None:
     """Drop the rows of samples that are not known: the run gives their ids to other samples.
 
-    Args:
-        directory: the directory of the files.
-        known_among: returns which of these samples are known. It is called for each file.
+    `known_among` returns which of some samples are known. It is called for each file.
     """
 
     def kept(rows: Sequence[SampleRow]) -> list[SampleRow]:

@@ -24,8 +24,6 @@ class SampleTextLog:
     Of each group, or sample, that a node refused it reads one text, before the data is freed.
 
     Args:
-        workers: hold the samples.
-        observer: receives the rows.
         num_samples: samples of each batch, and most refused ones of each step; 0: none.
     """
 
@@ -83,12 +81,7 @@ class SampleTextLog:
         self._observer.on_samples(number, sorted(rows, key=lambda row: row["id"]))
 
     async def read_refused(self, refusal: Refuse, worker: int) -> None:
-        """Read the text and the numbers of one of the samples that a node refused.
-
-        Args:
-            refusal: refusals of samples whose data has not been freed.
-            worker: the worker that holds the samples.
-        """
+        """Read the text and the numbers of one of the samples, on a worker, that a node refused."""
         is_told = refusal.reason in (Refusal.KEEP, Refusal.FAILED, Refusal.TIMEOUT)
         if not is_told or self._num_refused >= self._num_samples:
             return

@@ -7,7 +7,7 @@ everything else (time, tokens, refused samples) goes into the row of the step th
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import pstdev
 from typing import Any, Protocol
@@ -154,11 +154,9 @@ class RunEvents(Protocol):
         ...
 
     def on_samples(self, number: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Receive the texts of some samples of a batch.
+        """Receive the texts of some samples of a batch, as `sample_texts.SampleRow`.
 
-        Args:
-            number: the completed steps of the row of metrics that has the batch.
-            rows: see `sample_texts.SampleRow`.
+        `number` is that of the row of metrics that has the batch: its completed steps.
         """
         ...
 
@@ -194,10 +192,8 @@ class RunEvents(Protocol):
 class StepMetrics:
     """Rows of the steps in progress, and counters since the last completed step.
 
-    Args:
-        plan: the run's plan. `busy/engines` is a share of its engines' time, `busy/trainers` of the time of
-            workers that run batch nodes with models.
-        more_values: returns what else a row has, since the call before.
+    `more_values` returns what else a row has, since the call before. `busy/engines` is a share of the time of
+    the plan's engines, `busy/trainers` of the time of workers that run batch nodes with models.
     """
 
     def __init__(self, plan: Plan, more_values: Callable[[], Mapping[str, float]] = dict) -> None:
@@ -235,7 +231,8 @@ class StepMetrics:
 
     def add_report(self, report: WorkerReport) -> None:
         """Count what a worker's engines, episodes and bodies did."""
-        self._retries.update(RETRIES.member(retry.node) for retry in report.retries)
+        for retry in report.retries:
+            self._retries[RETRIES.member(retry.node)] += 1
         self._engine_stats += report.engine_stats
         self.devices.add_report(report)
         self._episodes.add_report(report.worker, report.episodes)
@@ -245,12 +242,7 @@ class StepMetrics:
         self._episodes.forget_worker(worker)
 
     def add_sample(self, sample: SampleReady, *, is_trained: bool) -> None:
-        """Count a sample that its source finished.
-
-        Args:
-            sample: the worker's report.
-            is_trained: whether it belongs to the trained stream.
-        """
+        """Count a sample that its source finished, of the trained stream or another one."""
         if sample.num_turns > 1:
             self._episodes.has_turns = True
         if is_trained:
@@ -292,9 +284,7 @@ class StepMetrics:
     def finish_step(self, step: int, rollout_counts: Mapping[str, float]) -> dict[str, float]:
         """Return the row of a completed step and reset the counters.
 
-        Args:
-            step: the completed step.
-            rollout_counts: the present counts of groups, from `RunState.rollout_counts`.
+        `rollout_counts` are the present ones of `RunState.rollout_counts`.
         """
         now = time.monotonic()
         seconds, self._last_step_at = now - self._last_step_at, now
@@ -371,9 +361,6 @@ class RewardMetrics:
     """Rewards and lengths of the trained stream's samples, from their generation to their step.
 
     A sample's reward is what its first node reports as `reward`, or as `score` where none reports a reward.
-
-    Args:
-        graph: the graph of the run.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -388,26 +375,27 @@ class RewardMetrics:
         """Node that reports the rewards of a trained stream -> that stream."""
         self._by_source = {stream for stream, name in node_of.items() if graph.stream(stream).source == name}
         """Streams whose source reports their rewards."""
-        self._rewards: dict[tuple[str, int], float] = {}
-        self._lengths: dict[tuple[str, int], int] = {}
+        self._rewards: dict[str, dict[int, float]] = defaultdict(dict)
+        self._lengths: dict[str, dict[int, int]] = defaultdict(dict)
 
     def add_sample(self, sample: SampleReady) -> None:
         """Remember a generated sample's length, and its reward if its source returns one."""
-        self._lengths[sample.stream, sample.sample] = sample.num_learned
+        self._lengths[sample.stream][sample.sample] = sample.num_learned
         if sample.value is not None and sample.stream in self._by_source:
-            self._rewards[sample.stream, sample.sample] = sample.value
+            self._rewards[sample.stream][sample.sample] = sample.value
 
     def add_result(self, result: ComputeReady) -> None:
         """Remember a sample's reward, if this node reports it."""
         stream = self._stream_of.get(result.node)
         if result.value is not None and stream is not None:
-            self._rewards[stream, result.key] = result.value
+            self._rewards[stream][result.key] = result.value
 
     def forget(self, stream: str, samples: Iterable[int]) -> None:
         """Forget samples that will not be trained."""
+        rewards, lengths = self._rewards[stream], self._lengths[stream]
         for sample in samples:
-            self._rewards.pop((stream, sample), None)
-            self._lengths.pop((stream, sample), None)
+            rewards.pop(sample, None)
+            lengths.pop(sample, None)
 
     def take_batch(self, stream: str, samples: Sequence[int], group_size: int) -> dict[str, float]:
         """Return the metrics of the samples that a step trains, and forget these samples.
@@ -415,8 +403,9 @@ class RewardMetrics:
         Rewards are left out where some are not known yet: those that batch nodes give, and those of samples
         that were scored before the run was resumed.
         """
-        lengths = [self._lengths[stream, x] for x in samples if (stream, x) in self._lengths]
-        rewards = {x: self._rewards[stream, x] for x in samples if (stream, x) in self._rewards}
+        all_lengths, all_rewards = self._lengths[stream], self._rewards[stream]
+        lengths = [all_lengths[x] for x in samples if x in all_lengths]
+        rewards = {x: all_rewards[x] for x in samples if x in all_rewards}
         self.forget(stream, samples)
         values: dict[str, float] = {}
         if lengths:
@@ -455,10 +444,12 @@ class EpisodeCounts:
     def add_report(self, worker: int, states: Mapping[str, int]) -> None:
         """Add a worker's report: its episodes in each state. `terminated` counts all that ever ended."""
         if states:
-            self._current.subtract(self._latest.get(worker, {}))
-            self._current.update(states)
+            before = self._latest.get(worker, {})
+            for state in before.keys() | states.keys():
+                self._current[state] += states.get(state, 0) - before.get(state, 0)
+            for state, number in self._current.items():
+                self._sums[state] += number
             self._latest[worker] = states
-            self._sums.update(self._current)
             self._num_reports += 1
 
     def forget_worker(self, worker: int) -> None:

@@ -24,11 +24,7 @@ CONTROLLER = -1
 
 
 class Trace:
-    """Collects the last spans of each lane in memory and writes them to a file.
-
-    Args:
-        max_spans: spans of one lane that are kept.
-    """
+    """Collects the last `max_spans` spans of each lane in memory and writes them to a file."""
 
     def __init__(self, max_spans: int = MAX_SPANS) -> None:
         self._lanes: dict[tuple[int, str], deque[Span]] = defaultdict(lambda: deque(maxlen=max_spans))
@@ -63,9 +59,8 @@ class Trace:
 def _events(lanes: Mapping[tuple[int, str], Sequence[Span]], origin: float) -> Iterator[dict[str, Any]]:
     """Yield the trace events: names of processes and threads, each followed by a complete event per span.
 
-    Args:
-        lanes: worker and lane -> its spans, in the order in which they are shown.
-        origin: when the trace begins, in seconds since the epoch. Events have microseconds since then.
+    Worker and lane are in the order in which they are shown. Events have microseconds since `origin`, when
+    the trace begins, in seconds since the epoch.
     """
     workers: set[int] = set()
     tid = 0

@@ -30,7 +30,6 @@ class Checkpoints:
     """The `checkpoints/` directory of a run: `step-N/`, `latest` -> the newest, `best` -> the best.
 
     Args:
-        directory: the directory.
         keep: number of the newest checkpoints to keep; None: all.
         best: metric whose highest value chooses a checkpoint that is kept too; `-NAME`: the lowest.
     """
@@ -76,11 +75,8 @@ class Checkpoints:
     def finish(self, step: int, files: Mapping[str, FileChecksum], plan_digest: str) -> Path:
         """Complete a checkpoint whose parts are on disk, and remove those that need not be kept.
 
-        Args:
-            step: completed steps.
-            files: path in the directory -> size and checksum, of the files that workers wrote. Others are
-                read again here.
-            plan_digest: the digest of the plan that runs.
+        `files` has size and checksum of files that workers wrote, by path in the directory. Others are read
+        again.
         """
         directory, final = self.unfinished(step), self.path(step)
         paths = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != MANIFEST)
@@ -169,9 +165,7 @@ class Checkpoints:
 def verify_checkpoint(directory: Path, concerns: Callable[[str], bool] = lambda name: True) -> int:
     """Check the files of a checkpoint against its manifest, and return the completed steps.
 
-    Args:
-        directory: the checkpoint.
-        concerns: whether a file, by its path in the directory, is checked; default: all are.
+    `concerns` says whether a file, by its path in the directory, is checked; default: all are.
 
     Raises:
         RunError: when a file is missing or damaged; names it.

@@ -43,12 +43,7 @@ class RunDirectory:
         """Make the directory `OUT/NAME/TIME` of a run that starts now.
 
         It appears with its configuration and plan, so that a run which is killed at once can be resumed.
-
-        Args:
-            out: where runs are.
-            name: the name of the run.
-            config: content of `config.yaml`.
-            plan: content of `plan.json`.
+        `config` and `plan` are the contents of `config.yaml` and `plan.json`.
 
         Raises:
             ConfigError: when `name` contains a slash, or the directory cannot be made.

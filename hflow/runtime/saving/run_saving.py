@@ -34,11 +34,6 @@ SAVE_STALL = declare("time/save_stall", "s", "time that training waited until mo
 class RunSaving:
     """Saves and restores one run.
 
-    Args:
-        run: the run to save.
-        node_execution: knows the states of nodes.
-        release: frees no sample while it is copied.
-
     Attributes:
         saved_at: when the last checkpoint was taken, or the run began, as `time.monotonic()`.
     """
@@ -53,8 +48,8 @@ class RunSaving:
         self._streaming_nodes = frozenset(
             node.name for node in plan.schedule.nodes if node.level is not Level.BATCH and node.groups
         )
-        self._finished: dict[tuple[str, int], SampleReady] = {}
-        """Samples that are in no batch yet."""
+        self._finished: dict[str, dict[int, SampleReady]] = {name: {} for name in self._streams}
+        """Stream -> samples that are in no batch yet."""
         self._copied: dict[int, dict[str, str]] = defaultdict(dict)
         """Steps -> model -> the directory to which its copy is being written."""
         self._failures: dict[int, OSError] = {}
@@ -72,12 +67,13 @@ class RunSaving:
     # What the run tells
     def add_finished(self, sample: SampleReady) -> None:
         """Note a sample whose source is done."""
-        self._finished[sample.stream, sample.sample] = sample
+        self._finished[sample.stream][sample.sample] = sample
 
     def forget(self, stream: str, samples: Iterable[int]) -> None:
         """Note samples that are in a batch, or have left the run."""
+        finished = self._finished[stream]
         for sample in samples:
-            self._finished.pop((stream, sample), None)
+            finished.pop(sample, None)
 
     # Saving
     async def copy_model(self, model: str, steps: int) -> None:
@@ -103,7 +99,6 @@ class RunSaving:
         """Begin a checkpoint of this moment; the result is awaited while the run continues.
 
         Args:
-            snapshot: the state machine.
             reports: tasks that report the metrics of what is complete in it. A run that continues from the
                 checkpoint does not report these again, so the checkpoint is not complete before they are.
             samplers: stream -> JSON of what its sampler of rows knows.
@@ -120,7 +115,7 @@ class RunSaving:
             snapshot,
             self._run.ledger.position(),
             dict(self._node_execution.states),
-            tuple(self._finished[s.stream, sample] for s in snapshot.streams for sample in s.finished),
+            tuple(self._finished[s.stream][sample] for s in snapshot.streams for sample in s.finished),
             tuple((stream, sample, samples_file(worker)) for (stream, sample), worker in homes.items()),
             {
                 model: num + self._extra_updates.get(model, 0)
@@ -182,12 +177,9 @@ class RunSaving:
     async def _copy_samples(
         self, snapshot: RunSnapshot, homes: Mapping[tuple[str, int], int], directory: str
     ) -> list[int]:
-        """Let workers copy the samples that they hold; returns these workers.
+        """Let workers copy the snapshot's samples that they hold to files; return these workers.
 
-        Args:
-            snapshot: names the samples.
-            homes: (stream, sample) -> its worker when the snapshot was made.
-            directory: the directory of the files.
+        `homes` has the worker of each (stream, sample) when the snapshot was made.
         """
         finished: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
         unfinished: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))

@@ -72,12 +72,9 @@ class SavedRun:
         )
 
     def with_rows(self, num_rows: Mapping[str, int]) -> SavedRun:
-        """Return the same for datasets of evaluations that may have other numbers of rows than before.
+        """Return the same for evaluations, root stream -> rows of its dataset, that may have other sizes.
 
         Of one that has, the last evaluation begins again if it was not complete.
-
-        Args:
-            num_rows: root stream -> rows of its dataset.
         """
         saved, evaluations = self, []
         for name, evaluation in self.snapshot.evaluations:

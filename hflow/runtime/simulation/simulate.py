@@ -62,7 +62,10 @@ are used."""
 
 
 def simulate(schedule: Schedule, durations: Durations, rows: Mapping[str, int] | None = None) -> Timeline:
-    """Run a schedule on a virtual clock and return its times. The arguments are those of `simulate_run`."""
+    """Run a schedule on a virtual clock and return its times, with durations as in `simulate_run`.
+
+    `rows` are the groups in each side stream's dataset; 1 if not named. The trained stream's is endless.
+    """
     simulator = _Simulator(schedule, durations, rows or {}, {}, {})
     return simulator.recorder.timeline(simulator.run())
 
@@ -70,7 +73,6 @@ def simulate(schedule: Schedule, durations: Durations, rows: Mapping[str, int] |
 def simulate_run(
     schedule: Schedule,
     durations: Durations,
-    rows: Mapping[str, int] | None = None,
     slots: Mapping[str, int] | None = None,
     speeds: Speeds | None = None,
     *,
@@ -79,12 +81,10 @@ def simulate_run(
     """Run a schedule on a virtual clock, and report on its devices and samples.
 
     Args:
-        schedule: the schedule.
         durations: seconds of a node for each sample, group or step (for a model that runs on arriving
             samples, the seconds of samples that run together are added up); of a source for one sample
             while all slots are used; of a replica, to load new weights; and of
             `publish.REPLICA`, to publish them. What is not named takes no time.
-        rows: groups in each side stream's dataset; 1 if not named. The trained stream's dataset is endless.
         slots: samples of a stream that generate at once, while others in flight wait; unlimited if not named.
         speeds: speeds of streams; in others the samples that run do not change each other's pace.
         steady_only: whether to stop when the steps of the steady state are complete. The period and the idle
@@ -93,7 +93,7 @@ def simulate_run(
     Raises:
         ValueError: fewer than four steps.
     """
-    simulator = _Simulator(schedule, durations, rows or {}, slots or {}, speeds or {})
+    simulator = _Simulator(schedule, durations, {}, slots or {}, speeds or {})
     stream = schedule.streams[0]
     groups = [group for group, _ in (*schedule.orders, *schedule.shared)]
     lanes = tuple(dict.fromkeys((*groups, *streaming_groups(schedule))))
@@ -271,14 +271,7 @@ class _Simulator:
         self._schedule(self._now + seconds_of(self._durations, name, key), event)
 
     def _run_on_lanes(self, lanes: Sequence[str], name: str, event: Event, key: int) -> None:
-        """Send an event after a duration that begins when all device groups are free.
-
-        Args:
-            lanes: the device groups.
-            name: the node, or `publish.REPLICA`.
-            event: the event.
-            key: the step or version.
-        """
+        """Send an event after the duration of `name`, which begins when all device groups are free."""
         start = max(self._now, *(self._free_from.get(lane, 0.0) for lane in lanes))
         end = start + seconds_of(self._durations, name, key)
         self._free_from |= dict.fromkeys(lanes, end)

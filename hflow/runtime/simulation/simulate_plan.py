@@ -150,9 +150,6 @@ def simulated_period(
     Args:
         schedule: what runs. Evaluations are left out.
         seconds: seconds of one execution of each node, of new weights of an engine, and of publishing them.
-        pace: the pace of generation.
-        workload: lengths of the samples.
-        num_steps: steps to simulate.
         num_samples: about the most samples to simulate.
     """
     return _simulated_step(schedule, tuple(seconds.items()), pace, workload, num_steps, num_samples)

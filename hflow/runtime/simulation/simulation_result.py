@@ -120,7 +120,6 @@ class SimulationRecorder:
         self._versions: dict[int, tuple[int, int]] = {}
         self._lags: Counter[tuple[int, int]] = Counter()
         self._refused: Counter[str] = Counter()
-        self._num_trained = 0
 
     def add_generation(self, replicas: tuple[str, ...], start: float, end: float) -> None:
         """Record that these engines generated a sample without interruption."""
@@ -139,7 +138,6 @@ class SimulationRecorder:
         """Record a batch of the trained stream."""
         for sample in instruction.samples:
             oldest, newest = self._versions.pop(sample)
-            self._num_trained += 1
             if oldest >= 0:
                 self._lags[newest - oldest, instruction.step - newest] += 1
 
@@ -164,10 +162,8 @@ class SimulationRecorder:
         """Return all results.
 
         Args:
-            finish: how the run ended.
             lanes: the device groups. Engines with their own devices are added to them.
             groups_of: engine -> the device groups that it shares with batch nodes, or none.
-            samples_per_step: samples of a batch.
         """
         timeline = self.timeline(finish)
         window = timeline.window()

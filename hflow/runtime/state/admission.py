@@ -24,9 +24,6 @@ class Admission:
     Samples of the trained stream stay in flight, asleep, while batch nodes use their shared devices. A side
     stream whose engines do not take turns on the same devices may be what these nodes wait for. So room for
     one group of each such side stream is always reserved.
-
-    Args:
-        parts: the state of the run.
     """
 
     def __init__(self, parts: StateParts) -> None:

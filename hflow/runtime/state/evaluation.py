@@ -25,14 +25,6 @@ class Evaluation(StreamState):
     changes a model that the stream reads, an evaluation of the earlier version is skipped, unless all its
     engines have been given that version. Evaluations of models that never change are never skipped.
 
-    Args:
-        stream: the stream.
-        nodes: all nodes of the schedule.
-        models: trained models that its engines hold.
-        engine_weights: versions of its engines' weights.
-        progress: steps and versions of the run.
-        emit: receives instructions.
-
     Attributes:
         active: the version that is being evaluated; None between evaluations.
         last: the highest version whose evaluation has begun.

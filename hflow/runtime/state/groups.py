@@ -7,6 +7,7 @@ done. Every node keeps a countdown of these things; a refused member is subtract
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 from hflow.graph.ir import Level
 from hflow.planner.plan.rows import ScheduledNode, ScheduledStream
@@ -58,16 +59,28 @@ class SampleDependencies:
 
 
 class Member:
-    """A sample that is still part of its group."""
+    """A sample that is still part of its group. Members share their sets, as there are many of them."""
 
     __slots__ = ("countdowns", "done", "generating", "oldest", "running")
 
     def __init__(self, dependencies: SampleDependencies) -> None:
         self.countdowns = dependencies.sample_countdowns.copy()
         self.generating = True
-        self.running: set[str] = set()
-        self.done: set[str] = set()
+        self.running: frozenset[str] = frozenset()
+        self.done: frozenset[str] = frozenset()
         self.oldest = -1
+
+
+@cache
+def with_name(names: frozenset[str], name: str) -> frozenset[str]:
+    """Return names with one more."""
+    return names | {name}
+
+
+@cache
+def without_name(names: frozenset[str], name: str) -> frozenset[str]:
+    """Return names without one."""
+    return names - {name}
 
 
 class Group:
@@ -109,7 +122,7 @@ class Group:
     def finish_sample_task(self, sample: int, name: str) -> None:
         """Record that the source or a sample node is done for one member; run what waited for it."""
         member = self.members[sample]
-        member.done.add(name)
+        member.done = with_name(member.done, name)
         self.tasks_left -= 1
         for node in self._dependencies.sample_dependents[name]:
             self._count_down_sample(sample, member, node)
@@ -174,7 +187,7 @@ class Group:
     def _count_down_sample(self, sample: int, member: Member, node: str) -> None:
         member.countdowns[node] -= 1
         if member.countdowns[node] == 0:
-            member.running.add(node)
+            member.running = with_name(member.running, node)
             self._emit(RunSample(node, sample))
 
     def _count_down_group(self, node: str, count: int) -> None:

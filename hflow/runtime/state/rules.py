@@ -88,7 +88,6 @@ def capacity(free_samples: int, group_size: int, limit: int, admitted: int) -> i
 
     Args:
         free_samples: `max_concurrent` minus the samples in flight.
-        group_size: samples per group (G).
         limit: result of `ScheduleConfig.admission_limit` or `look_ahead_limit`.
         admitted: groups accepted so far plus groups running.
     """
@@ -96,11 +95,8 @@ def capacity(free_samples: int, group_size: int, limit: int, admitted: int) -> i
 
 
 def is_stale(oldest: int, step: int, lag: int) -> bool:
-    """Return whether a sample is too old to train at `step`.
+    """Return whether a sample is too old to train at `step` with a largest lag.
 
-    Args:
-        oldest: version of its oldest token; -1 if no token was generated. Such samples never age.
-        step: the step.
-        lag: the largest lag allowed.
+    `oldest` is the version of its oldest token; -1 if no token was generated. Such samples never age.
     """
     return 0 <= oldest < step - lag

@@ -84,11 +84,8 @@ class RunState:
     """The state machine of one run.
 
     An event that cannot happen (an unknown node, a second completion) is a bug in hflow and raises an
-    `AssertionError` that lists the last events. After `Finish`, events are ignored.
-
-    Args:
-        schedule: the part of the plan that says what fires when.
-        snapshot: where a run continues; None: at its beginning.
+    `AssertionError` that lists the last events. After `Finish`, events are ignored. Without a snapshot, where
+    a run continues, it is at its beginning.
 
     Attributes:
         parts: the state.

@@ -66,12 +66,7 @@ class StateParts:
 
 
 def assemble(schedule: Schedule, emit: Emit) -> StateParts:
-    """Build the state before `Started`.
-
-    Args:
-        schedule: what the run consists of.
-        emit: receives instructions.
-    """
+    """Build the state before `Started`."""
     progress = RunProgress(schedule)
     streams = _streams(schedule)
     trained_stream, *side_streams = streams

@@ -15,17 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hflow.graph.ir import Level
 from hflow.planner.plan.rows import ScheduledNode, ScheduledStream
 from hflow.runtime.events import OpenGroup, Refusal, Refuse
-from hflow.runtime.state.groups import Emit, Group, Member, SampleDependencies
+from hflow.runtime.state.groups import Emit, Group, Member, SampleDependencies, with_name, without_name
 from hflow.runtime.state.snapshot import GroupSnapshot, StreamSnapshot
 
 
 class StreamState:
     """The groups of one stream.
-
-    Args:
-        stream: the stream.
-        nodes: all nodes of the schedule.
-        emit: receives instructions.
 
     Attributes:
         dependencies: what the stream's nodes wait for.
@@ -115,13 +110,15 @@ class StreamState:
         if (reported := self._end_generation(sample)) is not None:
             _, member = reported
             member.oldest = oldest
-            member.done.add(self.dependencies.source)
+            member.done = with_name(member.done, self.dependencies.source)
 
     def note_node(self, name: str, key: int) -> None:
         """Note that a sample or group node is done."""
         if (group := self._end_node(name, key)) is not None:
-            is_sample_node = self.dependencies.levels[name] is Level.SAMPLE
-            (group.members[key] if is_sample_node else group).done.add(name)
+            if self.dependencies.levels[name] is Level.SAMPLE:
+                group.members[key].done = with_name(group.members[key].done, name)
+            else:
+                group.done.add(name)
 
     def discard_sample(self, sample: int) -> None:
         """Ignore the report of a sample: it has to be generated again."""
@@ -232,10 +229,13 @@ class StreamState:
         group = self.groups.get(key // self.dependencies.size if is_sample_node else key)
         assert group is not None, f"{name} reports on {key}, which is in no open group"
         if is_sample_node:
-            assert key in group.members, f"{name} reports on sample {key}, which was refused"
-        running = group.members[key].running if is_sample_node else group.running
-        assert name in running, f"{name} does not run for {key}"
-        running.remove(name)
+            member = group.members.get(key)
+            assert member is not None, f"{name} reports on sample {key}, which was refused"
+            assert name in member.running, f"{name} does not run for {key}"
+            member.running = without_name(member.running, name)
+        else:
+            assert name in group.running, f"{name} does not run for {key}"
+            group.running.remove(name)
         return group
 
     def _refuse_sample(

@@ -38,9 +38,7 @@ class StreamingReplica:
 class StreamingReplicas:
     """The queues of all device groups that run models on arriving samples.
 
-    Args:
-        schedule: sample and group nodes that have a device group are queued here (`streaming_queues`).
-        emit: receives instructions.
+    They are the queues of sample and group nodes that have a device group (`streaming_queues`).
 
     Attributes:
         queues: the queues by name.

@@ -79,8 +79,6 @@ class TorchModel(ModelBackend):
         """Build the model. Every rank reads its part of the checkpoint, or draws its part from the seed.
 
         Args:
-            settings: the model's settings.
-            position: the ranks that hold it.
             owner: a model with adapters on the same ranks, whose frozen weights this one uses.
 
         Raises:
@@ -284,12 +282,7 @@ class BaseModel(TorchModel):
     """The weights of another `TorchModel` with its adapters turned off: a frozen model."""
 
     def __init__(self, settings: ModelSettings, trained: TorchModel) -> None:
-        """Use the weights and the ranks of a model with adapters.
-
-        Args:
-            settings: settings of the frozen model.
-            trained: the model with adapters.
-        """
+        """Use the weights and the ranks of `trained`, a model with adapters, for a frozen model."""
         self.settings, self.group = settings, trained.group
         self._model, self._optimizer, self._offload = trained._model, None, trained._offload
         device = trained._runner.device
@@ -321,10 +314,6 @@ def compile_layers(layers: Iterable[nn.Module], name: str) -> None:
     that none of them is compiled for.
 
     All layers of a kind share their code. Hooks, such as those of FSDP, run outside it.
-
-    Args:
-        layers: decoder layers of a model on its device.
-        name: the model's name, for errors.
 
     Raises:
         BackendError: if there is no C++ compiler, which torch's and triton's code needs.

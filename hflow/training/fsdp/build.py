@@ -41,7 +41,6 @@ def build_model(
     adapters, which are fp32, in the model's dtype.
 
     Args:
-        settings: the model's settings.
         is_sharded: leave parameters but adapters on the meta device, for `load_held_weights` and
             `draw_held_weights`. Checkpoints that transformers converts are read whole all the same.
         has_base: leave them there, as those of another model take their place.

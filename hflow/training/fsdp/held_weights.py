@@ -30,10 +30,7 @@ def holds_parameters_of(path: Path, model: PreTrainedModel, head: str) -> bool:
     Each must be there under its own name and shape, or as the tensors of single experts. Other checkpoints
     may be right, too: transformers renames and merges tensors of some families, and explains what is wrong.
 
-    Args:
-        path: the checkpoint's directory.
-        model: a causal language model, with its output matrix.
-        head: the head of the model that is built from it; only `lm` needs the output matrix.
+    `model` is a causal language model with its output matrix, which only a model with the head `lm` needs.
     """
     names = {name for name, _ in model.named_parameters()}
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - names

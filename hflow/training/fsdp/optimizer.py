@@ -38,8 +38,6 @@ class TorchOptimizer(StepOptimizer):
         return that memory to an engine on the same device.
 
         Args:
-            named: the weights that are trained.
-            model: the model's settings, with those of the optimizer and its schedule.
             group: the ranks that the weights are sharded over; None for one.
             replicate: number of these ranks that hold the same shard.
             blocks_of: a weight, and numbers for the rows of it that this rank holds -> their blocks.

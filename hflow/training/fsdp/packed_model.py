@@ -29,9 +29,6 @@ class PackedModel(nn.Module):
     """An HF backbone and a head over packed sequences.
 
     Args:
-        backbone: returns hidden states.
-        head: the module that is applied to the hidden states.
-        head_kind: `lm`, `value` or `score`.
         offload_activations: keep what the backbone saves for its backward pass in host memory.
         vision: reads the images of sequences; None: the model only reads text.
         joins_tower: whether the tower runs for every micro-batch, as other ranks have parts of its weights.
@@ -63,11 +60,9 @@ class PackedModel(nn.Module):
         """Run the backbone; return what `consume` makes of its output.
 
         Args:
-            packed: the micro-batch.
             consume: computes the result from the output. Without it the result is a zero that depends on
                 every weight, so that a rank without samples joins the gathering of weights and the reduction
                 of gradients.
-            temperature: logits are divided by it.
             get_requested: returns the set that `LmOutput` shares between micro-batches. FSDP would pass on a
                 copy of the set itself.
         """

@@ -33,12 +33,7 @@ def replicate_index(tensor: Tensor) -> tuple[int, int]:
 
 
 def gather_in_place(whole: Tensor, group: ProcessGroup | None = None) -> None:
-    """Fill a tensor of which each rank has its part.
-
-    Args:
-        whole: `[ranks * n]`; this rank's part is `[rank * n : (rank + 1) * n]`.
-        group: the ranks; None: all.
-    """
+    """Fill a tensor `[ranks * n]` of which each rank has its part, `[rank * n : (rank + 1) * n]`."""
     num, rank = dist.get_world_size(group), dist.get_rank(group)
     parts = whole.chunk(num)
     if not _sends_messages(group):
@@ -53,24 +48,22 @@ def gather_in_place(whole: Tensor, group: ProcessGroup | None = None) -> None:
 
 
 def sum_parts(part: Tensor, whole: Tensor, group: ProcessGroup | None = None) -> None:
-    """Sum this rank's part over all ranks.
+    """Sum the parts of `whole`, `[ranks * n]`, over all ranks, and put this rank's sum into `part`, `[n]`.
 
-    Args:
-        part: `[n]`, for the sum.
-        whole: `[ranks * n]`, what this rank adds to each part.
-        group: the ranks; None: all.
+    There is more than one rank.
     """
     if not _sends_messages(group):
         dist.reduce_scatter_tensor(part, whole, group=group)
         return
     num, rank = dist.get_world_size(group), dist.get_rank(group)
-    parts, received = whole.chunk(num), torch.empty_like(part)
-    part.copy_(parts[rank])
+    parts, other = whole.chunk(num), torch.empty_like(part if num > 2 else part[:0])
+    total = parts[rank]
     for step in range(1, num):
         to, source = (rank + step) % num, (rank - step) % num
+        received = part if step == 1 else other
         work = dist.isend(parts[to], group=group, group_dst=to)
         _wait([work, dist.irecv(received, group=group, group_src=source)])
-        part += received
+        total = torch.add(total, received, out=part)
 
 
 def use_messages(unit: FSDPModule, group: ProcessGroup) -> None:

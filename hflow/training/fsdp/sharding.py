@@ -45,11 +45,9 @@ def place_model(
         root: the module whose forward covers every use of weights. If it is sharded, parameters may be on
             the meta device; their values are undefined then.
         layers: submodules whose weights are gathered one after the other.
-        device: this rank's device.
         dtype: dtype of the forward and backward pass. Gradients are summed in fp32.
         group: the ranks to shard over; None leaves the weights whole. Gradients are summed over the ranks,
             not averaged.
-        layout: the layout of these ranks, which says how many of them shard the weights together.
         fill: puts weights that exist already in the place of those on the meta device, before these get
             memory. They are sharded in the same way. A rank whose last block of rows is short copies it.
     """
@@ -148,12 +146,7 @@ def recompute_layers(layers: Iterable[nn.Module]) -> None:
 def cast_while_running(unit: nn.Module, inner: list[nn.Module], dtype: torch.dtype) -> None:
     """Use a unit's weights in `dtype` during its forward; gradients reach the fp32 weights.
 
-    This is FSDP's mixed precision for a single rank.
-
-    Args:
-        unit: the module whose weights are cast.
-        inner: submodules that cast their own weights.
-        dtype: the dtype that is cast to.
+    This is FSDP's mixed precision for a single rank. The submodules `inner` cast their own weights.
     """
     skipped = {id(module) for submodule in inner for module in submodule.modules()}
     slots = [

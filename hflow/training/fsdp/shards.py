@@ -48,8 +48,7 @@ class TrainedModel:
     def states(self, *, are_read: bool = False) -> Iterator[BlockState]:
         """Yield this rank's rows of every weight. Only ranks along a replicate axis have the same rows.
 
-        Args:
-            are_read: whether their values are overwritten by those of a checkpoint.
+        `are_read` says that their values are overwritten by those of a checkpoint.
         """
         names = {weight: name for name, weight in self.named_parameters()}
         for weight, blocks in held_blocks(self.model, self.module, self.module.head, self.head):

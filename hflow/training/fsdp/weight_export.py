@@ -84,14 +84,7 @@ def held_blocks(
 
 
 def blocks_of(model: PreTrainedModel, name: str, weight: Tensor, values: Tensor) -> list[Block]:
-    """Return the blocks of tensors, under hflow's names, that one weight of a module consists of.
-
-    Args:
-        model: the HF model.
-        name: the name of the weight in the module.
-        weight: the weight.
-        values: numbers for the rows of it that this rank holds.
-    """
+    """Return the blocks of tensors, by hflow's names, in `values`, this rank's rows of a weight."""
     rows, *_ = held_box(weight)
     return [
         Block(tensor, (weight.shape[0], *part.shape[1:]), (rows, *whole_box(tuple(part.shape[1:]))), part)
@@ -153,13 +146,8 @@ def copy_model(
     model is written in a directory beside them.
 
     Args:
-        model: the HF model.
         head: the model's output matrix, or its scalar head.
-        settings: the model's settings.
         directory: made if necessary, in a directory that all ranks share.
-        dtype: the dtype of the files.
-        group: the ranks that hold the model; None for one.
-        host: makes the copies, which are complete when `host.copying()` ends.
 
     Raises:
         BackendError: if this rank does not see the directory in which it will be.
@@ -207,14 +195,8 @@ def _copy_files(
     `AutoModelForSequenceClassification.from_pretrained`. A value model is saved as its backbone in the layout
     of the former, with its head in a separate file.
 
-    Args:
-        model: the HF model.
-        kind: the kind of head.
-        directory: the directory of the files.
-        stored: all tensors, which give names and shapes.
-        collect: yields what this rank writes, whole, in `dtype` and in host memory.
-        dtype: the dtype of the files.
-        group: the ranks that hold the model; None for one.
+    `stored` are all tensors, which give names and shapes. `collect` yields those that this rank writes,
+    whole, in `dtype` and in host memory.
     """
     rank, num_ranks = (0, 1) if group is None else (group.rank(), group.size())
     prefix = head_prefix(kind) if kind == "value" else None
@@ -274,12 +256,7 @@ def _divide_into_files(
     """Return the files of a model's tensors, and the file of each tensor by the name that it is saved with.
 
     transformers renames, divides and merges tensors of some families. If it merges tensors of different
-    files, there is one file, which the first rank writes.
-
-    Args:
-        model: the HF model.
-        whole: the model's tensors, on the meta device.
-        num_ranks: the number of ranks that write files.
+    files, there is one file, which the first rank writes. The tensors of `whole` are on the meta device.
     """
     num_bytes = {name: x.nbytes for name, x in whole.items()}
     files = FileDivision.over_ranks(num_bytes, num_ranks)
@@ -336,10 +313,6 @@ def collect_tensors(
     A tensor is gathered in pieces, so that a rank holds no more than `BUCKET_BYTES` beside the whole.
 
     Args:
-        named: what this rank stores, the same tensors on all ranks.
-        dtype: the dtype of floats.
-        rank: this one.
-        host: makes the copies, which are complete when `host.copying()` ends.
         receiver_of: returns the rank to which alone a tensor is yielded.
     """
     for name, tensor in named:

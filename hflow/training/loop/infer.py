@@ -26,11 +26,8 @@ def run_infer(
 ) -> list[Batch]:
     """Run an infer node on shards; return a batch of the returned fields for each, in its order.
 
-    Args:
-        call: the node's body.
-        shards: this rank's samples.
-        splitter: splits them into micro-batches. Agrees with the other data indices (a collective).
-        run_forwards: runs the forward passes and the body.
+    The splitter agrees with the other data indices, a collective. `run_forwards` runs forward passes and
+    body.
     """
     chosen = [_chosen_rows(call, shard) for shard in shards]
     wholes, shards = shards, [shard.take(rows) for shard, rows in zip(shards, chosen, strict=True)]

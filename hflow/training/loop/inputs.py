@@ -152,8 +152,6 @@ def prepare_batch(
     any of its tokens is learned; for a `score` head it counts unless the mask excludes it.
 
     Args:
-        batch: has `loss_mask`, and all sequences of its samples.
-        head: the model's head.
         mask_field: bool column, per token or per sequence, that excludes more entries. Whole numbers per
             sequence say how often a sequence counts.
         observed_field: bool column of the tokens that are observed, unless they are learned.
@@ -187,9 +185,7 @@ def prepare_batch(
 def sequence_shares(batch: Batch, totals: Mapping[Unit, int]) -> npt.NDArray[np.float64]:
     """Return the share `[S]` of each sequence in means over the sequences of samples (`seq-mean`).
 
-    Args:
-        batch: a prepared micro-batch.
-        totals: samples that count in the whole minibatch, over all ranks.
+    `totals` are the samples that count in the whole minibatch, over all ranks.
     """
     columns = batch.columns
     learned, num = (np.asarray(columns[name].values) for name in (LEARNED, NUM_SEQUENCES))
@@ -246,12 +242,8 @@ def pack_tokens(
 ) -> PackedTokens:
     """Move a batch's tokens and their layout to the device. All index tables are made on the host.
 
-    Args:
-        batch: has `input_ids`, and for replay `routed_experts`.
-        device: the model's device.
-        dtype: dtype of the forward pass, on which the attention kernel depends.
-        replays: whether routers choose the experts of the engine.
-        vision: reads the images of sequences; None: the model only reads text.
+    The batch has `input_ids`, and `routed_experts` if it `replays` the engine's experts. The attention kernel
+    depends on the dtype of the forward pass. `vision` reads images; None: the model only reads text.
     """
     images = None if vision is None else vision.rows_of(batch)
     positions = _positions(batch) if vision is None else vision.positions(batch)

@@ -33,12 +33,7 @@ class KeptSets:
 
     @classmethod
     def of_batch(cls, batch: Batch, targets: npt.NDArray[np.int64], device: torch.device) -> KeptSets:
-        """Return the sets of learned tokens.
-
-        Args:
-            batch: has `input_ids` and `sampling_mask`.
-            targets: `[N]`, positions of the tokens.
-            device: the model's device.
+        """Return the sets of the tokens at positions `targets`, `[N]`, of a batch with `sampling_mask`.
 
         Raises:
             RunError: if a token is not in its set.
@@ -70,13 +65,7 @@ class KeptSets:
         return KeptSets(offsets, to_tensor(sizes, device), ids)
 
     def is_left_out(self, rows: slice, first: int, width: int) -> Tensor:
-        """Return the logits that are outside the sets of some tokens: bool `[C, V']`.
-
-        Args:
-            rows: the C of the N tokens.
-            first: the token of the first logit.
-            width: V'.
-        """
+        """Return the logits outside the sets of C tokens, `rows`: bool `[C, width]`, from token `first`."""
         sizes, start, stop = self.sizes[rows], int(self.offsets[rows.start]), int(self.offsets[rows.stop])
         row = torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes, output_size=stop - start)
         column = self.ids[start:stop].long() - first

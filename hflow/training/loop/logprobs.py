@@ -62,11 +62,9 @@ class OutputMatrix:
     """An adapter's second matrix, `[V', r]`."""
 
     def logits(self, rows: Tensor, low: Tensor | None = None) -> Tensor:
-        """Return logits `[C, V']` of hidden states; those of padding are `PADDING_LOGIT`.
+        """Return logits `[C, V']` of hidden states `[C, D]`; those of padding are `PADDING_LOGIT`.
 
-        Args:
-            rows: hidden states `[C, D]`.
-            low: what the adapter's second matrix is multiplied by, `[C, r]`.
+        `low`, `[C, r]`, is what the adapter's second matrix is multiplied by.
         """
         logits = linear(rows, self.weight, self.bias)
         if self.added is not None and low is not None:
@@ -195,7 +193,8 @@ class _Logprobs(torch.autograd.Function):
         rows, weight, bias, low, b, index, is_local, normaliser, mean, kept = ctx.saved_tensors
         needs_rows, needs_weight, needs_bias, needs_low, needs_b = ctx.needs_input_grad[:5]
         grad_rows = torch.empty_like(rows) if needs_rows else None
-        grad_weight = torch.zeros_like(weight) if needs_weight else None
+        new = torch.empty_like if len(rows) else torch.zeros_like
+        grad_weight = new(weight) if needs_weight else None
         grad_bias = torch.zeros_like(bias) if needs_bias else None
         grad_low = torch.empty_like(low) if needs_low else None
         grad_b = torch.zeros_like(b) if needs_b else None
@@ -217,7 +216,7 @@ class _Logprobs(torch.autograd.Function):
             if grad_rows is not None:
                 torch.mm(logits, weight, out=grad_rows[chunk])
             if grad_weight is not None:
-                grad_weight.addmm_(logits.T, rows[chunk])
+                grad_weight.addmm_(logits.T, rows[chunk], beta=int(chunk.start > 0))
             if grad_bias is not None:
                 grad_bias += logits.sum(0)
             if grad_low is not None:
@@ -287,14 +286,12 @@ def turn_into_gradients(
     """Overwrite logits `[C, V']` with their gradients.
 
     Args:
-        logits: all tokens that this rank has, overwritten.
         normaliser: log Z, `[C]`, under the temperature.
         mean: E[l], `[C]`.
         slope: the sum of the gradients of each row's log-probs, `[C]`.
         grad_entropy: `[C]`; None without entropy.
         index: the logits whose log-probs have gradients, `[C, K]`.
         added: these gradients, `[C, K]`, 0 of logits that another rank has.
-        temperature: logits are divided by it.
     """
     if has_cuda_api(logits.device.type):
         from hflow.training.loop import logit_kernels

@@ -186,8 +186,6 @@ def entry_weights(reduction: str, packed: PackedBatch, totals: Mapping[Unit, int
     """Return the weight of each entry of the loss; 0 where nothing is learned.
 
     Args:
-        reduction: one that `check_reduction` accepted.
-        packed: the micro-batch.
         totals: tokens, samples and groups that count in the whole minibatch, over all ranks.
 
     Returns:

@@ -87,9 +87,7 @@ class MetricAccumulator:
     def finish(self, group: ProcessGroup | None, sums: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Combine the metrics of all ranks and return plain numbers; a collective.
 
-        Args:
-            group: the ranks; None for one.
-            sums: this rank's part of further numbers, which are summed over the ranks.
+        `sums` are this rank's part of further numbers, which are summed over the ranks.
         """
         on_device = [x for x in sums.values() if isinstance(x, Tensor)]
         numbers = iter(_numbers([*self._values.values(), *on_device]))

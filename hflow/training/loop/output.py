@@ -116,14 +116,7 @@ class ScalarOutput(Output):
     """Output of a critic (`values`, `bootstrap`) or a reward model (`scores`, `token_scores`)."""
 
     def __init__(self, scalars: Tensor, packed: PackedBatch, head: str, padding_id: int | None) -> None:
-        """Take one number for each of the T tokens.
-
-        Args:
-            scalars: `[T]`.
-            packed: the micro-batch.
-            head: `value` or `score`.
-            padding_id: `pad_token_id` of the model's config.
-        """
+        """Take one number for each of the T tokens; `padding_id` is `pad_token_id` of the model's config."""
         super().__init__()
         self._scalars = scalars
         self._packed = packed

@@ -137,12 +137,8 @@ def run_train(
     norm.
 
     Args:
-        call: the node's body and its options.
-        step: the number of the train step.
         minibatches: this rank's part of each minibatch.
         accumulate: runs the forward and backward passes.
-        optimizer: steps once for each minibatch.
-        group: all ranks of the replica; None for one.
         first_pass: runs before the loss of each minibatch, if the node has a first pass.
         balance: the balance of the model's experts; None: they are not balanced.
 

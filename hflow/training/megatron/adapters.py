@@ -86,10 +86,6 @@ class LinearAdapters(nn.Module):
         """Allocate weights without initialising them.
 
         Args:
-            of: the layer.
-            scale: the factor of the adapters' output.
-            config: megatron's `TransformerConfig`.
-            tp_group: the tensor ranks.
             copies: the tensor ranks that hold the same key-value head; None if each head is on one of them.
         """
         super().__init__()
@@ -100,10 +96,10 @@ class LinearAdapters(nn.Module):
         self.sequence_parallel = config.sequence_parallel
         self._disable_adapters = False  # as peft's modules have it
         for row in of.parameters:
-            name, (part,) = row.name.rpartition(".")[2], row.parts  # such as q_proj_A
+            name = row.name.rpartition(".")[2]  # such as q_proj_A
             weight: Any = nn.Parameter(torch.empty(row.shape, dtype=config.params_dtype))
             if self.is_divided and name.endswith("_A") == of.divides_inputs:  # tensor ranks divide it
-                set_tensor_model_parallel_attributes(weight, True, part.axis, 1)
+                set_tensor_model_parallel_attributes(weight, True, row.parts[0].axis, 1)
                 weight.shared = row.is_copy  # excludes it from gradient norms
             else:
                 weight.sequence_parallel = config.sequence_parallel
@@ -146,11 +142,7 @@ class LinearAdapters(nn.Module):
 
     @torch.no_grad()
     def set_magnitudes(self, weight: Tensor) -> None:
-        """Set the magnitudes to the lengths of rows, so that the layer computes W x while B is 0.
-
-        Args:
-            weight: the layer's matrices, `[O, I]`.
-        """
+        """Set the magnitudes to the lengths of rows of `weight`, `[O, I]`: while B is 0, this gives W x."""
         for module, lengths in self._lengths(weight).items():
             self.get_parameter(f"{module}{_MAGNITUDE}").copy_(lengths)
 
@@ -252,12 +244,7 @@ def add_adapters(
 ) -> None:
     """Add adapters without values to the layers of a stage, whose outputs they change from now on.
 
-    Args:
-        stage: megatron's module of a stage.
-        shape: the sizes of the model's adapters.
-        position: the rank's position.
-        kernels: the layers' kernels.
-        scale: the factor of the adapters' output.
+    `shape` has the sizes of the model's adapters, and `scale` is the factor of their output.
     """
     config: Any = stage.config
     for of in adapted_linears(shape, position, kernels):

@@ -63,13 +63,9 @@ class PackedInputs:
         replayed: ReplayedExperts | None = None,
         balanced: BalancedTokens | None = None,
     ) -> PackedInputs:
-        """Compute the rotations.
+        """Compute the rotations of positions, int64 `[U]`, with embeddings on the same device.
 
         Args:
-            layout: the layout of the sequences.
-            position_ids: int64 `[U]`.
-            rotaries: the rotary embeddings, on the same device.
-            dtype: the dtype of the forward pass.
             division: the division of the rows over context ranks; None without context parallelism.
             replayed: the experts that routers are to choose; None: they choose themselves.
             balanced: what routers count and balance; None: nothing.

@@ -49,8 +49,6 @@ class MegatronModel(ModelBackend):
         """Build this rank's part of the model; a collective over the position's group.
 
         Args:
-            settings: the model's settings.
-            position: the ranks that hold it.
             owner: a model with adapters on the same ranks, whose frozen weights this one uses.
 
         Raises:
@@ -137,12 +135,7 @@ class MegatronBase(MegatronModel):
     """The weights of another `MegatronModel` with its adapters turned off: a frozen model."""
 
     def __init__(self, settings: ModelSettings, trained: MegatronModel) -> None:
-        """Use the weights and the ranks of a model with adapters.
-
-        Args:
-            settings: settings of the frozen model.
-            trained: the model with adapters.
-        """
+        """Use the weights and the ranks of `trained`, a model with adapters, for a frozen model."""
         self.settings, self._optimizer, self._offload = settings, None, trained._offload
         self._stage = stage = trained._stage
         self._runner = MegatronRunner(

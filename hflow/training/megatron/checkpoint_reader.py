@@ -38,8 +38,6 @@ def open_weights(
     drawn as the torch backend draws them, all on every rank.
 
     Args:
-        settings: the model's settings.
-        shape: the model's sizes.
         parameters: the parameters whose blocks will be read; a checkpoint has any block.
 
     Raises:

@@ -70,12 +70,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Return megatron's configuration for one rank.
 
-    Args:
-        model: the model's sizes.
-        math: what the layers compute.
-        settings: select recomputation, sequence parallelism and FP8.
-        dtype: the dtype of the forward pass.
-        parallel: this rank's layout.
+    The settings select recomputation, sequence parallelism and FP8.
     """
     return TransformerConfig(
         **_FIXED_OPTIONS,
@@ -120,15 +115,7 @@ def block_spec(
     parallel: ParallelState,
     kernels: LayerKernels,
 ) -> TransformerBlockSubmodules:
-    """Return the layers of this rank's stage. Making groups for copied key-value heads is a collective.
-
-    Args:
-        config: what `transformer_config` returned.
-        model: the model's sizes.
-        math: what the layers compute.
-        parallel: this rank's layout.
-        kernels: the layers' kernels.
-    """
+    """Return the layers of this rank's stage. Making groups for copied key-value heads is a collective."""
     copies, parts = None, _parts(model, math, kernels)
     if copies_key_value_heads(model, parallel.tensor):
         copies = parallel.tensor_block(parallel.tensor // model.num_kv_heads)
@@ -186,14 +173,9 @@ def _layer_spec(
     copies: ProcessGroup | None,
     parts: LayerParts,
 ) -> ModuleSpec:
-    """Return the submodules of a layer with one MLP.
+    """Return the submodules of a layer with one MLP, computed by the modules `parts`.
 
-    Args:
-        config: megatron's configuration.
-        model: the model's sizes.
-        math: what the layer computes.
-        copies: the tensor ranks that hold the same key-value head; None if each head is on one of them.
-        parts: the modules that compute it.
+    `copies` are the tensor ranks that hold the same key-value head; None if each head is on one of them.
     """
     layer = parts.spec(model.has_qk_norm)
     modules, attention = layer.submodules, layer.submodules.self_attention.submodules

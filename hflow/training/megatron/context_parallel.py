@@ -86,14 +86,10 @@ class RowDivision:
         return gathered
 
     def whole(self, x: Tensor, index: Tensor, size: int) -> Tensor:
-        """Return the tensors of all ranks, `[n, ...]` -> `[size, ...]`, on every rank.
+        """Return the tensors `[n, ...]` of all ranks in one, `[size, ...]`, on every rank.
 
-        The gradient of an entry, which is the same on all ranks, goes to the rank that has it.
-
-        Args:
-            x: this rank's entries.
-            index: int64 `[n]`, the place of each; different on all ranks.
-            size: number of entries.
+        The gradient of an entry, which is the same on all ranks, goes to the rank that has it. `index`, int64
+        `[n]`, has the place of each of this rank's entries; the places differ on all ranks.
         """
         placed = x.new_zeros(size, *x.shape[1:]).index_copy(0, index, x)
         summed: Tensor = reduce_from_tensor_model_parallel_region(placed, group=self.group)
@@ -113,9 +109,7 @@ def divide_rows(
     Args:
         batch: gives the lengths, and for `with_outputs` the learned and observed tokens.
         sharing: which of its tokens are computed once; None: every token is computed.
-        group: the context ranks.
         multiple: R is a multiple of it.
-        device: the device of the index tables.
         with_outputs: whether outputs are computed, which is on the last stage.
     """
     token_of_row = np.arange(batch.num_tokens) if sharing is None else sharing.token_of_row

@@ -31,9 +31,6 @@ _TENSOR_TYPE = re.compile(r"torch\.cuda\.(\w+Tensor)")
 def install(device: str = "cpu") -> None:
     """Rewrite megatron-core when it is imported; safe to call again.
 
-    Args:
-        device: name of the device.
-
     Raises:
         BackendError: if it is already imported without the rewriting.
     """

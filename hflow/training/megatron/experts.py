@@ -43,14 +43,7 @@ class Router(nn.Module):
         config: Any,
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
-        """Allocate weights without initialising them.
-
-        Args:
-            model: the model's sizes.
-            routing: how experts are chosen.
-            config: megatron's `TransformerConfig`.
-            pg_collection: not used; megatron passes it.
-        """
+        """Allocate weights without initialising them. Megatron passes `pg_collection`, which is not used."""
         super().__init__()
         assert model.experts is not None
         self.per_token, self.routing = model.experts.per_token, routing
@@ -140,13 +133,7 @@ class GroupedExperts(nn.Module):
     """
 
     def __init__(self, num_local_experts: int, config: Any, pg_collection: ProcessGroupCollection) -> None:
-        """Allocate weights without initialising them.
-
-        Args:
-            num_local_experts: n.
-            config: megatron's `TransformerConfig`.
-            pg_collection: the replica's groups.
-        """
+        """Allocate weights without initialising them."""
         super().__init__()
         rows = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
         is_divided = pg_collection.ep.size() > 1
@@ -251,11 +238,8 @@ def forget_routing(module: nn.Module) -> None:
 def _each_linear(x: Tensor, weight: Tensor, per_expert: Tensor, ends: Tensor) -> Tensor:
     """Multiply the rows of each expert by its matrix: `[R, I]`, `[n, O, I]` -> `[R, O]`.
 
-    Args:
-        x: the rows, by expert.
-        weight: the matrices.
-        per_expert: int64 `[n]`, how many rows each expert has, on the host.
-        ends: int32 `[n]`, the row after the last one of each, on the device.
+    The rows are sorted by expert. `per_expert`, int64 `[n]` on the host, says how many rows each has, and
+    `ends`, int32 `[n]` on the device, the row after its last.
     """
     if not len(x):
         return linear(x, weight[0])  # takes part in the backward pass of the exchange of tokens

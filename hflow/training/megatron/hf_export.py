@@ -33,10 +33,7 @@ def copy_model(stage: Stage, settings: ModelSettings, directory: Path, host: Hos
     model is written in a directory beside them.
 
     Args:
-        stage: this rank's.
-        settings: the model's settings.
         directory: made if necessary, in a directory that all ranks share.
-        host: makes the copies, which are complete when `host.copying()` ends.
 
     Raises:
         BackendError: if this rank does not see the directory in which it will be.
@@ -74,9 +71,6 @@ def copy_stage(
     value head has a separate file beside its backbone.
 
     Args:
-        stage: this rank's.
-        directory: made if necessary, in a directory that all ranks share.
-        host: makes the copies, which are complete when `host.copying()` ends.
         file_bytes: size that files should not exceed.
         changed: returns what is saved in place of a named tensor.
     """

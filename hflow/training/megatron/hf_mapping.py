@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 from hflow.shapes.layout import stage_layers
@@ -178,10 +178,7 @@ def rank_parameters(
 ) -> tuple[MappedParameter, ...]:
     """Return the parameters of a rank that training changes: adapters and a scalar head, or all.
 
-    Args:
-        model: the sizes of the trained part of the model (`trained_shape`).
-        position: the rank's position.
-        kernels: the layers' kernels.
+    The model has the sizes of the trained part (`trained_shape`).
     """
     if model.adapter is None:
         return tuple(_stage_parameters(model, position, kernels))
@@ -219,9 +216,9 @@ def _adapted_linear(name: str, rows: list[MappedParameter], adapter: AdapterShap
         axis, (num_outputs, num_inputs), (end_a, end_b) = blocks[0].axis, blocks[0].shape, (A, B)
         if module == EMBEDDING:
             axis, num_outputs, num_inputs, end_a, end_b = 1, num_inputs, num_outputs, EMBEDDING_A, EMBEDDING_B
-        span = (blocks[0].span[0], blocks[-1].span[1])  # the blocks of a rank are neighbours
-        padding = rows[0].shape[0] - blocks[0].length if rows[0].has_padding else 0
-        outputs.append((module, span[1] - span[0] if axis == 0 else num_outputs))
+        num_held = sum(block.length for block in blocks)
+        padding = rows[0].shape[0] - num_held if rows[0].has_padding else 0
+        outputs.append((module, num_held if axis == 0 else num_outputs))
         if module not in adapter.targets:
             continue
         kinds: list[tuple[str, str, int, tuple[int, ...]]] = [
@@ -235,10 +232,25 @@ def _adapted_linear(name: str, rows: list[MappedParameter], adapter: AdapterShap
             if axis != split_axis:
                 parameters.append(_whole(ours, theirs, whole))
                 continue
-            part = TensorPart(theirs, whole, axis, span, 0)
-            shape = _with(whole, axis, part.length + padding)
-            parameters.append(MappedParameter(ours, shape, (part,), tensor in copied))
+            spans = _joined(blocks)
+            starts = accumulate((stop - start for start, stop in spans), initial=0)
+            held = tuple(
+                TensorPart(theirs, whole, axis, *place) for place in zip(spans, starts, strict=False)
+            )
+            shape = _with(whole, axis, num_held + padding)
+            parameters.append(MappedParameter(ours, shape, held, tensor in copied))
     return AdaptedLinear(name, tuple(outputs), axis == 1, len(blocks), tuple(parameters))
+
+
+def _joined(blocks: list[TensorPart]) -> list[Span]:
+    """Return the ranges of blocks, with neighbours in one."""
+    spans = [blocks[0].span]
+    for start, stop in (block.span for block in blocks[1:]):
+        if start == spans[-1][1]:
+            spans[-1] = (spans[-1][0], stop)
+        else:
+            spans.append((start, stop))
+    return spans
 
 
 def adapted_experts(
@@ -473,13 +485,8 @@ def _biased_experts(
 ) -> Iterator[MappedParameter]:
     """Map experts with biases, whose parameters are those of transformers.
 
-    Args:
-        experts: the sizes of all experts.
-        hidden: D.
-        local: the rank's experts.
-        span: the rank's rows of an expert.
-        ours: the path of the module.
-        theirs: the path in the checkpoint.
+    `local` are the rank's experts, of those with sizes `experts`, and `span` its rows of one; `ours` is the
+    path of the module, and `theirs` that in the checkpoint.
     """
     n, f, pairs = experts.num, experts.intermediate, (2 * span[0], 2 * span[1])
     for name, whole, axis, held in (

@@ -17,12 +17,9 @@ from hflow.types.tensor_slices import Block, Box, box_shape, intersect, numel, s
 
 
 def range_blocks(parameter: MappedParameter, start: int, values: Tensor) -> Iterator[Block]:
-    """Yield the boxes of HF tensors that a range of a parameter consists of, as views of its values.
+    """Yield the boxes of HF tensors in a range of a parameter, as views of its contiguous values.
 
-    Args:
-        parameter: the parameter.
-        start: where the range begins in the flattened parameter.
-        values: numbers for its entries, contiguous.
+    The range begins at `start` of the flattened parameter.
     """
     flat, offset = values.view(-1), 0
     for box in boxes_of_range(parameter.shape, start, start + values.numel()):

@@ -64,15 +64,7 @@ class PackedLatentAttention(nn.Module):
         model: ModelShape,
         math: LayerMath,
     ) -> None:
-        """Allocate weights without initialising them.
-
-        Args:
-            config: megatron's `TransformerConfig`.
-            layer_number: not used; megatron passes it.
-            pg_collection: the replica's groups.
-            model: the model's sizes.
-            math: what is computed with the weights.
-        """
+        """Allocate weights without initialising them. Megatron passes `layer_number`, which is not used."""
         super().__init__()
         assert model.latent is not None
         self.sizes = sizes = model.latent

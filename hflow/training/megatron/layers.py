@@ -43,11 +43,7 @@ class RepeatedQkv(nn.Module):
         """Allocate weights without initialising them.
 
         Args:
-            input_size: D.
             output_size: rows of q, k and v on all ranks together, copies included.
-            config: megatron's `TransformerConfig`.
-            bias: whether there are biases.
-            tp_group: the tensor ranks.
             copies: the tensor ranks that hold the same key-value head.
         """
         super().__init__()

@@ -137,13 +137,9 @@ class Stage:
     ) -> dict[str, Any]:
         """Return the arguments of `module`, on every stage.
 
-        Args:
-            input_ids: int64 `[U]`, the tokens that are computed.
-            position_ids: int64 `[U]`, from 0 in each sequence.
-            layout: the layout of the sequences, made for this stage's dtype.
-            division: the division of the U rows over context ranks; None without context parallelism.
-            replayed: what `replayed_here` returned; None: routers choose experts themselves.
-            balanced: what routers count and balance, of this rank's rows; None: nothing.
+        `input_ids` and `position_ids`, int64 `[U]`, are of the tokens that are computed; positions begin at 0
+        in each sequence. `layout` is for this stage's dtype, `replayed` what `replayed_here` returned (None:
+        routers choose experts themselves), and `balanced` what routers count and balance of this rank's rows.
         """
         if division is not None:
             input_ids, position_ids = input_ids[division.rows], position_ids[division.rows]
@@ -159,12 +155,7 @@ class Stage:
         }
 
     def replayed_here(self, whole: ReplayedExperts, division: RowDivision | None) -> ReplayedExperts:
-        """Return the experts that this rank's routers must choose, for its part of the U' tokens.
-
-        Args:
-            whole: for all U tokens.
-            division: the division of the U rows over context ranks; None without context parallelism.
-        """
+        """Return the experts that this rank's routers must choose for its part, of those for all U tokens."""
         index, num_tokens = whole.index, whole.num_tokens
         if division is not None:
             index, num_tokens = index[division.rows], num_tokens[division.rows]
@@ -172,12 +163,7 @@ class Stage:
         return ReplayedExperts(self._on_tensor_rank(index), self._on_tensor_rank(num_tokens))
 
     def rows_here(self, num_tokens: int, division: RowDivision | None) -> Tensor:
-        """Return the indices of the tokens that this rank's routers get, -1 for padding: int64 `[U' / T]`.
-
-        Args:
-            num_tokens: U.
-            division: the division of the U rows over context ranks; None without context parallelism.
-        """
+        """Return the tokens, of U, that this rank's routers get, -1 for padding: int64 `[U' / T]`."""
         rows = torch.arange(1, num_tokens + 1, device=self.device)
         if division is not None:
             rows = rows[division.rows]
@@ -196,11 +182,7 @@ class Stage:
         """Return the logits of hidden states `[N, D]`, on the last stage.
 
         Gradients of the hidden states are summed over the tensor ranks in the model's own backward pass.
-
-        Args:
-            hidden: the rows that need logits.
-            temperature: logits are divided by it.
-            kept: the tokens that each row's distribution is over; None: all.
+        `kept` are the tokens that each row's distribution is over; None: all.
         """
         if self.shape.is_tied:
             weight = self.module.shared_embedding_or_output_weight()
@@ -231,8 +213,6 @@ def build_stage(settings: ModelSettings, parallel: ParallelState, owner: Stage |
     A collective over the replica. The model is in training mode.
 
     Args:
-        settings: the model's settings.
-        parallel: this rank's layout.
         owner: a stage with adapters in the same layout, whose frozen weights this one uses.
 
     Raises:

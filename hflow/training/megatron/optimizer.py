@@ -174,11 +174,9 @@ class MegatronOptimizer(StepOptimizer):
         copies: ProcessGroup,
         others: ProcessGroup,
     ) -> Any:
-        """Return the optimizer of the weights in some buffers.
+        """Return the optimizer of the weights in some buffers of the wrapper that sums gradients.
 
         Args:
-            stage: this rank's stage.
-            buffers: buffers of the wrapper that sums gradients.
             copies: the ranks that have the same weights, which divide their optimizer state.
             others: the ranks that have the other weights of a copy of the model.
         """
@@ -262,11 +260,9 @@ class MasterWeight:
 
 
 def updated_ranges(stage: Stage, optimizers: Sequence[Any]) -> dict[str, MasterWeight]:
-    """Return the tensors that this rank updates, by parameter name. Others are left out.
+    """Return the tensors of the stage that this rank updates, by parameter name. Others are left out.
 
-    Args:
-        stage: this rank's.
-        optimizers: megatron's distributed optimizers of the stage, which update different parameters.
+    The optimizers are megatron's distributed ones of the stage, which update different parameters.
     """
     ranges = {}
     for optimizer in optimizers:

@@ -205,9 +205,7 @@ def broadcast_minibatches(
     the last stage only. Columns keep their dtypes.
 
     Args:
-        parallel: this rank's layout.
         head_minibatches: the head's minibatches, prepared and split; None on other ranks.
-        device: device for collectives of these groups.
 
     Returns:
         The head's minibatches; on stages before the last one, without the columns that only the body reads.

@@ -64,9 +64,8 @@ class PipelineSchedule:
     ) -> None:
         """Accumulate the gradients of all micro-batches, summed over data ranks too.
 
-        Args:
-            microbatches: this rank's; every rank has the same number.
-            microbatch_loss: on the last stage, returns a micro-batch's part of the loss.
+        Every rank has the same number of them. On the last stage `microbatch_loss` returns one's part of the
+        loss.
         """
 
         def finish(tokens: StageTokens, hidden: Tensor) -> tuple[Tensor, Tensor, None]:

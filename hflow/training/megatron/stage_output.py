@@ -19,15 +19,10 @@ def stage_output(
     temperature: float,
     requested: set[str],
 ) -> Output:
-    """Return the output of a micro-batch, which a node's body reads on all ranks of the last stage.
+    """Return the output of a micro-batch on the last stage, which a node's body reads on all of its ranks.
 
-    Args:
-        stage: the last one.
-        packed: the micro-batch.
-        division: the division of the rows over context ranks; None without context parallelism.
-        hidden: the hidden states of this rank's rows.
-        temperature: logits are divided by it.
-        requested: the values requested, as in `LmOutput`.
+    The hidden states are of this rank's rows of the division; None without context parallelism. `requested`
+    are the values requested, as in `LmOutput`.
     """
     if stage.head != "lm":
         scalars = stage.module.output_layer(hidden)

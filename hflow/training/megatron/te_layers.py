@@ -56,13 +56,7 @@ class SeparateExperts(nn.Module):
     """
 
     def __init__(self, num_local_experts: int, config: Any, pg_collection: ProcessGroupCollection) -> None:
-        """Allocate weights without initialising them.
-
-        Args:
-            num_local_experts: n.
-            config: megatron's `TransformerConfig`.
-            pg_collection: the replica's groups.
-        """
+        """Allocate weights without initialising them."""
         super().__init__()
         options = {
             "config": config,
@@ -96,13 +90,7 @@ class SeparateExperts(nn.Module):
         )
 
     def forward(self, tokens: Tensor, per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
-        """Compute `[R, D]` -> `[R, D]`; the second result, a bias still to add, is None.
-
-        Args:
-            tokens: the rows of the first expert, then those of the second, and so on.
-            per_expert: int64 `[n]`, how many rows each expert has.
-            weights: `[R]`, by which results are multiplied.
-        """
+        """Compute `[R, D]` -> `[R, D]`, as `GroupedExperts.forward` does."""
         splits = per_expert.tolist()  # host: the dispatcher has copied it
         if self.pad is None or not len(tokens):
             return self._products(tokens, splits, weights), None

@@ -30,9 +30,7 @@ Together = tuple[ByShard, ...]
 def held_blocks(stage: Stage, values: Mapping[str, Tensor] | None = None) -> Iterator[Block]:
     """Yield the blocks of HF tensors in this rank's parameters, as views of them.
 
-    Args:
-        stage: this rank's.
-        values: parameter name -> tensor of its shape, to use in place of the parameters.
+    `values`, parameter name -> tensor of its shape, are used in place of the parameters.
     """
     values = dict(stage.module.named_parameters()) if values is None else values
     for parameter in stage.parameters:
@@ -55,7 +53,6 @@ def named_weights(
     share storage with the model, so copy what is to be kept.
 
     Args:
-        stage: this rank's.
         dtype: the dtype of the tensors but biases of routers, which are fp32; the stage's by default. Weights
             are cast before they are sent.
         values: parameter name -> tensor of its shape, to use in place of the parameters.

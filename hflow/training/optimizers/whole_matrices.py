@@ -52,7 +52,6 @@ class WholeMatrices:
     """Replaces the gradients of matrices by updates that depend on whole matrices.
 
     Args:
-        blocks: this rank's shards of weights, and what they consist of.
         group: the ranks that hold the parts; None for one. Making it is a collective.
     """
 
@@ -83,12 +82,9 @@ class WholeMatrices:
 
     @torch.no_grad()
     def update(self, updates: Updates, scale: Callable[[int, int], float], dtype: torch.dtype) -> None:
-        """Replace the gradient of each matrix by its update; a collective.
+        """Replace the gradient of each matrix by its update, sent and computed in `dtype`; a collective.
 
-        Args:
-            updates: the updates of whole matrices.
-            scale: rows and columns of a matrix -> the factor of its update.
-            dtype: in what matrices are sent and computed.
+        The factor of an update is the `scale` of rows and columns of its matrix.
         """
         parts = self._parts(with_values=True)
         alone = sorted(self._alone & parts.keys(), key=lambda one: (one.rows, one.columns, one))

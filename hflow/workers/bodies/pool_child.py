@@ -162,8 +162,7 @@ def _raise_run_error(message: str, **_: Any) -> Any:
 def run_chunk(jobs: Sequence[Job], slice_seconds: float) -> bytes:
     """Run jobs one after the other, starting none later than `slice_seconds` after the first.
 
-    Returns:
-        The pickled results of the jobs that ran: the first of `jobs`, at least one.
+    Return the pickled results of the jobs that ran: the first of `jobs`, at least one.
     """
     deadline = time.monotonic() + slice_seconds
     results = []

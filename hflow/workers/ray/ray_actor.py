@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +13,15 @@ import ray
 from ray.exceptions import RayActorError
 
 from hflow.base.errors import WorkerFailureError
+from hflow.base.garbage import freeze_gc, freeze_imports
 from hflow.base.recipe_files import unpack, use_directory
 from hflow.processes.guard import die_with_parent
 from hflow.workers.hangs.stack_probe import StackProbe, StackSnapshot
 from hflow.workers.interface import GroupTask, NodeResult, NodeTask, WorkerSetup
 from hflow.workers.messages import LANES, MESSAGES, Message, activity_of
-from hflow.workers.process_setup import freeze_gc
 
 if TYPE_CHECKING:
+    from hflow.data_plane.redistribute import Moves
     from hflow.workers.process_groups import ProcessRank
     from hflow.workers.real_devices import ProcessDevices
     from hflow.workers.storage.sample_store import PackedSamples, SampleRequest
@@ -42,6 +44,7 @@ class WorkerProcess:
         )
         from hflow.workers.real_devices import find_devices
 
+        freeze_imports()
         self._module = hflow.workers.worker
         self._open_rendezvous = open_rendezvous
         self._leave_process_groups = leave_process_groups
@@ -119,12 +122,15 @@ class WorkerProcess:
         tasks = self._worker.detach_groups(worker, stream, groups)
         return [dataclasses.replace(task, journals=ray.put(task.journals)) for task in tasks]
 
-    def pull(self, requests: Mapping[int, list[SampleRequest]]) -> int:
-        """Fetch samples from other workers, worker -> what to fetch, into the store, and return their bytes.
+    def pull(self, moves: Moves) -> int:
+        """Fetch samples from other workers into the store, and return their bytes.
 
         Raises:
             RunError: when one of these workers has died.
         """
+        requests: dict[int, list[SampleRequest]] = defaultdict(list)
+        for move in moves.joined():
+            requests[move.src].append((move.samples, move.fields))
         exports = {source: self._peers[source].export.remote(wanted) for source, wanted in requests.items()}
         with self._probe.running(activity_of("pull")):
             return sum(

@@ -20,7 +20,7 @@ from hflow.base.errors import HflowError, WorkerFailureError
 from hflow.base.recipe_files import pack
 from hflow.base.text import pluralize
 from hflow.base.waiting import WaitFor, wait_silently
-from hflow.data_plane.redistribute import Move
+from hflow.data_plane.redistribute import Moves
 from hflow.planner.plan.routing import replaceable_workers
 from hflow.planner.plan.rows import Replica
 from hflow.processes.pickling import pickle_with_bodies
@@ -41,7 +41,6 @@ from hflow.workers.process_groups import ProcessRank, collective_workers
 from hflow.workers.ray.ray_actors import RayActors, close_workers
 from hflow.workers.ray.ray_weights import RayWeights
 from hflow.workers.real_devices import check_devices, package_versions
-from hflow.workers.storage.sample_store import pulls_of
 
 PROBE_SECONDS = 10.0
 """Longest wait for a worker's answer to a probe after a failure."""
@@ -170,13 +169,12 @@ class RayWorkers(Workers):
         return replicas_text(self._plan, unanswered) or "workers"
 
     @override
-    async def transfer(self, moves: Sequence[Move]) -> int:
+    async def transfer(self, moves: Moves) -> int:
         """Let destinations pull from sources, after what their devices were sent before."""
-        if not moves:
+        sources = moves.sources
+        arguments = {destination: (pulled,) for destination, pulled in moves.by_destination().items()}
+        if not arguments:
             return 0
-        pulls = pulls_of(moves)
-        sources = {source for requests in pulls.values() for source in requests}
-        arguments = {destination: (requests,) for destination, requests in pulls.items()}
         while True:
             involved = {*sources, *arguments} & self.replaceable.keys()
             replaced = {worker: self._replaced[worker] for worker in involved}

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from hflow.data.batches.batch import Batch
-from hflow.data_plane.redistribute import Move
 from hflow.graph.ir import TRAJECTORY_FIELDS
 from hflow.types import Trajectory, Unit
 from hflow.workers.storage.field_column import Cell, FieldColumn, PackedValues
@@ -153,13 +152,10 @@ class SampleStore:
             return StoredStream({s: shapes[s] for s in samples if s in shapes}, fields)
 
     def gather(self, stream: str, fields: Iterable[str], samples: Sequence[int]) -> Batch:
-        """Pack fields of samples, in this order, as a batch of `stream`.
+        """Pack fields of samples, in this order, as a batch with the token counts and groups of `stream`.
 
-        Args:
-            stream: the stream whose token counts and groups the batch has.
-            fields: `stream/field` names. The batch has `stream`'s own fields under their plain names;
-                fields of another stream join by sample and keep their full name.
-            samples: sample ids.
+        The batch has the fields of `stream` under their plain names; those of another stream join by sample
+        and keep the full name, `stream/field`.
         """
         batch = self.gather_if_present(stream, fields, samples)
         assert batch is not None, f"samples of {stream} are read that this worker does not hold"
@@ -304,12 +300,3 @@ def unpack(store: SampleStore, packed: PackedSamples) -> int:
     for stream, batch in packed.items():
         store.put(stream, batch)
     return sum(batch.nbytes for batch in packed.values())
-
-
-def pulls_of(moves: Iterable[Move]) -> dict[int, dict[int, list[SampleRequest]]]:
-    """Return destination -> source -> requests, so that each pair of workers exchanges one message."""
-    pulls: dict[int, dict[int, list[SampleRequest]]] = {}
-    for move in moves:
-        requests = pulls.setdefault(move.dst, {}).setdefault(move.src, [])
-        requests.append((move.samples, move.fields))
-    return pulls

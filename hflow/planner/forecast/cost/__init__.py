@@ -28,13 +28,7 @@ def node_times(
     The source has the seconds of one whole batch, a node those of one execution, an engine (`actor@gen`)
     those of loading new weights, and `publish.actor@gen` those of publishing them. Nodes of other streams are
     left out, as the sizes of their datasets are not known here, and so is what needs a model of unknown
-    sizes.
-
-    Args:
-        plan: a plan in which everything has its devices.
-        request: the request that the plan was compiled from.
-        workload: root stream -> lengths of its samples.
-        traffic: bytes that the inputs of nodes move.
+    sizes. Everything in the plan has its devices, and the request is the one that it was compiled from.
     """
     costs = _make_costs(plan, request, workload, traffic)
     stream = plan.schedule.streams[0]
@@ -50,12 +44,7 @@ def generation_pace(
 
 
 def explain(plan: Plan, request: PlanRequest, name: str) -> Explanation:
-    """Unfold the seconds of a node of the trained stream, or of an engine's new weights.
-
-    Args:
-        plan: a plan with its forecast.
-        request: the request that the plan was compiled from.
-        name: the node, the engine (`actor@gen`), or `publish.actor@gen`.
+    """Unfold the seconds of a node of the trained stream, an engine (`actor@gen`), or `publish.actor@gen`.
 
     Raises:
         PlanError: for an unknown name, or a model whose sizes the planner does not know.

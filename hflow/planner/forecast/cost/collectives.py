@@ -110,13 +110,8 @@ def dispatch(num_bytes: float, copies: float, ranks: RankPlacement, hardware: Ha
 
     A token crosses to a machine once, and to a rank of it once, even if it is for several of its experts. It
     reaches `u (1 - (1 - 1 / u)^copies)` of u machines, and of u ranks in the same way. Source: DeepEP's
-    kernels for dispatch and combine (github.com/deepseek-ai/DeepEP).
-
-    Args:
-        num_bytes: bytes of one rank's tokens, each counted once.
-        copies: experts that each token is for.
-        ranks: the ranks that have the experts.
-        hardware: devices and links.
+    kernels for dispatch and combine (github.com/deepseek-ai/DeepEP). `num_bytes` counts each of one rank's
+    tokens once, and each is for `copies` experts.
     """
     time, units = LinkTime(), float(ranks.num)
     for num, link in _levels(ranks, hardware):
@@ -192,12 +187,7 @@ def axis_lines(
 ) -> Iterator[Sequence[int]]:
     """Yield the workers of each line of ranks along an axis; none for size 1.
 
-    Args:
-        layout: the replica's layout.
-        role: the replica's role.
-        workers: the workers in the order of ranks.
-        axis: along which the lines are.
-        alike: one line is enough of those whose first workers differ by a multiple of this; None: all lines.
+    One line is enough of those whose first workers differ by a multiple of `alike`; None: all lines.
     """
     copies = layout.copy_stride(rank_order(role))
     size, stride = {

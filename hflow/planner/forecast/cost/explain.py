@@ -32,7 +32,7 @@ PARTS: Mapping[str, Origin] = {
     "host": ("host", ("trainer.layer_us",)),
     "experts' host": (
         "host",
-        ("host.{host}.expert_us", "host.{host}.expert_launch_us", "host.{host}.expert_loop_us"),
+        tuple(f"host.{{host}}.{name}_us" for name in ("expert", "exchange", "expert_launch", "expert_loop")),
     ),
     "ranks": ("host", ("host.{host}.step_us",)),
     "messages": ("host", ("node_us", "process_us")),

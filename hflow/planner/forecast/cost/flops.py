@@ -52,9 +52,7 @@ def work_of(
     """Return the work of a batch of samples.
 
     Args:
-        lengths: tokens of each sample.
         prompt: the number of tokens that are the prompt.
-        group_size: samples that share a prompt.
         budget: tokens of a micro-batch, for a backend that computes shared prompts once: for all samples of a
             group that fit into a micro-batch, where they count once. None for other backends.
         images: the images of each prompt. A micro-batch computes them once for all samples with the prompt.
@@ -120,13 +118,7 @@ def attention_parameters(shape: ModelShape) -> int:
 
 
 def mlp_parameters(shape: ModelShape, layer: int, num_experts: float | None = None) -> float:
-    """Return the elements of the matrices of a layer's MLP.
-
-    Args:
-        shape: the model.
-        layer: index of the layer.
-        num_experts: experts that count; None: all.
-    """
+    """Return the elements of the matrices of a layer's MLP, with some of its experts or all."""
     experts = shape.experts
     if experts is None or not experts.are_in(layer):
         return 3 * shape.hidden * shape.intermediate
@@ -217,9 +209,7 @@ def head_flops(shape: ModelShape, work: Work) -> float:
     return 2 * head_parameters(shape) * work.learned
 
 
-def training_flops(
-    shape: ModelShape, work: Work, *, has_adapters: bool = False, trains_tower: bool = True
-) -> float:
+def training_flops(shape: ModelShape, work: Work, *, has_adapters: bool = False) -> float:
     """Return the FLOPs that training on some samples needs, however they are computed.
 
     A backward pass costs as much as two forward passes. Where only adapters are trained, the matrices beside
@@ -229,7 +219,7 @@ def training_flops(
     layers, head = shape.num_layers * layer_flops(shape, work), head_flops(shape, work)
     attention = shape.num_layers * attention_flops(shape, causal_pairs(shape, work))
     unneeded = layers - attention + head if has_adapters else 0.0
-    tower = (3 if trains_tower and not has_adapters else 1) * tower_flops(shape.vision, work)
+    tower = (1 if has_adapters else 3) * tower_flops(shape.vision, work)
     return 3 * (layers + head) - unneeded + tower
 
 
@@ -243,12 +233,8 @@ def token_flops(shape: ModelShape, num_tokens: float, context: float) -> float:
 def stage_flops(shape: ModelShape, work: Work, num_stages: int, layer_passes: int, head_passes: int) -> float:
     """Return the FLOPs of the pipeline stage with most of them; the last one has the head.
 
-    Args:
-        shape: the model.
-        work: a forward pass's work.
-        num_stages: pipeline stages.
-        layer_passes: cost of the layers in forward passes; 3 with the backward pass.
-        head_passes: the same for the output matrix.
+    `layer_passes` is the cost of the layers in forward passes, 3 with the backward pass, and `head_passes`
+    that of the output matrix.
     """
     per_layer = layer_flops(shape, work) * layer_passes
     stages = [(last - first) * per_layer for first, last in stage_layers(shape.num_layers, num_stages)]

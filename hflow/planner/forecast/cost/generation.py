@@ -106,13 +106,8 @@ def seconds_per_token(
 ) -> float:
     """Return the seconds in which each running response gets one token, with its part of the prompts' time.
 
-    Prefill makes the first token, so a response of mean length L takes L - 1 steps.
-
-    Args:
-        replica: the engines.
-        workload: lengths.
-        rollout: the batch.
-        num_running: responses that run, over all engines, which have equally many.
+    Prefill makes the first token, so a response of mean length L takes L - 1 steps. `num_running` responses
+    run over all engines, which have equally many.
     """
     engines, slots = rollout.slots(replica)
     one = _steady_phase(workload, rollout, engines, slots)
@@ -134,12 +129,8 @@ def _prompts(workload: Workload) -> Work:
 def continuous_batching(responses: Iterable[int], prompt: int, slots: int) -> Iterator[DecodePhase]:
     """Yield the phases of continuous batching: a sequence starts when a slot is free.
 
-    Prefill makes the first token of a response, so L tokens take L - 1 steps.
-
-    Args:
-        responses: tokens of each response, in the order in which they start.
-        prompt: tokens of each prompt.
-        slots: sequences that are decoded at once.
+    Prefill makes the first token of a response, so L tokens take L - 1 steps. `responses` has the tokens of
+    each in the order in which they start, `prompt` those of every prompt.
     """
     waiting = deque(responses)
     running: list[tuple[int, int]] = []
@@ -215,12 +206,8 @@ def decode_step(replica: ReplicaCosts, num_sequences: float, context: float) -> 
     """Return the seconds of one token for every running sequence: products, attention, and gaps.
 
     With p stages, p parts of the batch are in the pipeline. A stage reads its weights for each of them, so
-    stages divide the arithmetic and the cache, but not the reading of weights.
-
-    Args:
-        replica: the engine's replica.
-        num_sequences: the number of running sequences.
-        context: tokens that all of them have together.
+    stages divide the arithmetic and the cache, but not the reading of weights. `context` are the tokens that
+    all running sequences have together.
     """
     return DecodeStep(replica)(num_sequences, context)
 

@@ -47,12 +47,7 @@ def layer_products(
 
     They are queries, keys and values in one; the attention's output; gate and up in one; and down. Experts
     are computed in one kernel, as matrices with the columns of all that are touched, on the rows of each.
-
-    Args:
-        shape: the model.
-        rows: tokens.
-        num_tensor_ranks: ranks that divide heads and the intermediate size.
-        num_expert_ranks: ranks that divide the experts.
+    Tensor ranks divide heads and the intermediate size. Rows are tokens.
     """
     t = num_tensor_ranks
     heads = shape.num_heads * shape.head_dim / t
@@ -70,13 +65,9 @@ def layer_products(
 
 
 def product_rate(replica: ReplicaCosts, rows: float, is_captured: bool = False) -> float:
-    """Return the FLOP/s of a layer's products with some rows on one rank.
+    """Return the FLOP/s of a layer's products with some rows, or tokens, on one rank.
 
-    Args:
-        replica: the replica.
-        rows: tokens.
-        is_captured: whether a CUDA graph launches them, so that a kernel takes no time besides
-            (`HostTimes.gap_us`).
+    If a CUDA graph launches them, `is_captured`, a kernel takes no time besides (`HostTimes.gap_us`).
     """
     peak = replica.peak_flops
     rate = replica.captured_matmul if is_captured else replica.matmul
@@ -129,13 +120,8 @@ def adapter_bytes(replica: ReplicaCosts, rows: float) -> float:
 def fp8_bytes(replica: ReplicaCosts, rows: float, num: int, layer_passes: int) -> float:
     """Return the memory traffic in which one layer's products in FP8 get their values, on one rank.
 
-    Each forward pass quantises the weights and the inputs, a backward pass the gradients of the outputs.
-
-    Args:
-        replica: the replica.
-        rows: tokens of all micro-batches.
-        num: micro-batches.
-        layer_passes: the argument of `pass_seconds` with this name.
+    Each forward pass quantises the weights and the inputs, a backward pass the gradients of the outputs. Rows
+    are those of all `num` micro-batches, and `layer_passes` is as in `pass_seconds`.
     """
     if replica.config.fp8 is None:
         return 0.0
@@ -178,9 +164,6 @@ def kernel_seconds(
     Adapters count by their FLOPs, in each pass of a layer.
 
     Args:
-        replica: the replica.
-        work: a rank's work.
-        num: micro-batches.
         layer_passes: cost of attention and other kernels in forward passes; 3 with the backward pass.
         product_passes: the same for the layers' matrices; 2 if their own gradients are left out.
         head_passes: the argument of `stage_flops` with this name.
@@ -242,13 +225,7 @@ def _adapter_weights(replica: ReplicaCosts) -> float:
 
 
 def tower_seconds(replica: ReplicaCosts, work: Work, num: int) -> float:
-    """Return the seconds of a tower's forward pass over all micro-batches, whole on every tensor rank.
-
-    Args:
-        replica: the replica.
-        work: a rank's work.
-        num: micro-batches.
-    """
+    """Return the seconds of a tower's forward pass over `num` micro-batches, whole on every tensor rank."""
     tower = replica.shape.vision
     if tower is None or not work.patches:
         return 0.0

@@ -82,11 +82,9 @@ class Costs:
         )
 
     def with_config(self, name: str, config: ModelConfig) -> Costs:
-        """Return the costs of the same plan with another configuration of one replica's model.
+        """Return the costs of the plan with another configuration of one replica's model, of the same dtype.
 
-        Args:
-            name: the replica's name. The dtype of its model stays.
-            config: a configuration with as many running sequences as the cache of an engine holds.
+        It has as many running sequences as the cache of an engine holds.
         """
         replica, other = self.replica(name), object.__new__(Costs)
         replicas = {**self._replicas, name: replica and replica.with_config(config)}
@@ -363,13 +361,8 @@ def share_of_kept_weights(
     """Return the fraction of steps in which an engine sleeps and keeps a copy of its weights.
 
     An engine that shares its devices drops them where it wakes with new ones (`share_of_unchanged_wakes`),
-    unless only adapters are replaced.
-
-    Args:
-        schedule: the plan's schedule.
-        engine: the replica that generates the trained stream.
-        config: the configuration of the engine's model.
-        is_shared: whether the engine may use its trainer's weights in place.
+    unless only adapters are replaced. It generates the trained stream. If `is_shared`, it may use its
+    trainer's weights in place.
     """
     if not shared_groups(schedule, engine.name) or (is_shared and config.compute_dtype == "fp32"):
         return 0.0

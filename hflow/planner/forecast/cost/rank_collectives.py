@@ -114,14 +114,7 @@ class Passes(NamedTuple):
 
 
 def train_collectives(replica: ReplicaCosts, work: Work, passes: Passes, stage: int = 0) -> list[Collectives]:
-    """Return all collectives of a minibatch: those of its passes, and those of the update.
-
-    Args:
-        replica: the replica.
-        work: one rank's part of the minibatch.
-        passes: the passes of the rank's micro-batches.
-        stage: the rank's stage.
-    """
+    """Return all collectives of a rank's part of a minibatch: those of its passes, and of the update."""
     return [
         *tensor_collectives(replica, work, passes, stage),
         *stage_messages(replica, work, passes),

@@ -285,6 +285,8 @@ class ReplicaCosts:
         num_layers = expert_layers(self.shape, 0, self.shape.num_layers)
         is_counting = self.counts_tokens and self.layout.expert > 1
         of_layer = self.host.expert_us if is_counting else self.host.expert_launch_us
+        if is_counting and not self.traits.has_exchange_kernels:
+            of_layer += self.host.exchange_us
         if not self.has_grouped_product and self.shape.experts is not None:
             of_layer += self.host.expert_loop_us * self.shape.experts.num / self.layout.expert
         return of_layer * 1e-6 * num_layers / self.layout.pipe

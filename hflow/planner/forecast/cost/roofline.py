@@ -62,7 +62,6 @@ def roofline(
     """Return the seconds of work that computes while it reads and writes memory, and while the host launches.
 
     Args:
-        name: the part's name.
         compute: seconds of its arithmetic.
         memory: seconds of its memory traffic.
         host: seconds that the host needs to launch the kernels.

@@ -60,10 +60,7 @@ def forward(replica: ReplicaCosts, work: Work) -> list[Part]:
 def train(replica: ReplicaCosts, work: Work, num_updates: int) -> list[Part]:
     """Return the seconds of forward and backward passes with an optimizer step for each minibatch.
 
-    Args:
-        replica: the replica.
-        work: one rank's part of one minibatch.
-        num_updates: minibatches times epochs.
+    `work` is one rank's part of one minibatch; there are minibatches times epochs updates.
     """
     num_passes, head_passes = train_passes(replica, work)
     passes = _layer_passes("forward and backward", replica, work, num_passes, head_passes)
@@ -81,13 +78,7 @@ def _offloaded_activations(replica: ReplicaCosts, work: Work, compute: float, nu
     """Return the seconds of copying the input of each layer to host memory and back.
 
     Copies run beside the computation: one layer's is seen, and what takes longer than the forward pass on the
-    way out, or than the backward pass on the way back.
-
-    Args:
-        replica: the replica.
-        work: one rank's part of one minibatch.
-        compute: seconds of all passes.
-        num_passes: passes of a micro-batch through a layer.
+    way out, or than the backward pass on the way back. `compute` are the seconds of all passes.
     """
     if not replica.config.offload_activations:
         return []
@@ -131,12 +122,7 @@ def _passes_by_kind(replica: ReplicaCosts, num_passes: int) -> tuple[int, int]:
 
 
 def train_passes(replica: ReplicaCosts, work: Work) -> tuple[int, int]:
-    """Return the passes of a micro-batch through a layer in training, and the cost of the output matrix.
-
-    Args:
-        replica: the replica.
-        work: one rank's part of one minibatch.
-    """
+    """Return the passes of a micro-batch through a layer in training, and the cost of the output matrix."""
     head_passes = 4 if _recomputes_logits(replica, work) else 3
     if replica.config.lora is not None:  # the output matrix has no gradient
         head_passes -= 1
@@ -156,9 +142,6 @@ def _layer_passes(
     """Return the seconds of all micro-batches in the layers.
 
     Args:
-        replica: the replica.
-        name: the computation's name.
-        work: one rank's samples.
         num_passes: passes of a micro-batch through a layer: forward, backward, and forward again with
             recomputation. A backward pass costs as much as two forward passes, and where only adapters are
             trained, the matrices beside them as much as one.
@@ -204,14 +187,9 @@ def _layer_passes(
 
 
 def bubble(num_stages: int, num_microbatches: int, virtual_stages: int = 1) -> float:
-    """Return idle time divided by busy time of a 1F1B pipeline: `(p - 1) / (v m)`.
+    """Return idle time divided by busy time of a 1F1B pipeline, `(p - 1) / (v m)`, with v pieces a rank.
 
     Source: Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters", 2.2.
-
-    Args:
-        num_stages: ranks of the pipeline.
-        num_microbatches: micro-batches of one minibatch.
-        virtual_stages: pieces of each stage that take turns.
     """
     return (num_stages - 1) / (num_microbatches * virtual_stages)
 
@@ -274,11 +252,7 @@ def _distributed_optimizer(replica: ReplicaCosts, pass_seconds: float, num_passe
     forward pass, but for one layer. A stage in `v` pieces sums a piece's gradients while the pieces before it
     compute as many micro-batches as there are stages `p`, so that `(p (v - 1) + 1) / v` passes hide them;
     weights are gathered likewise. Source: `forward_backward_pipelining_with_interleaving` of Megatron-core.
-
-    Args:
-        replica: the replica.
-        pass_seconds: seconds of all passes of one micro-batch.
-        num_passes: passes of a micro-batch through a layer.
+    `pass_seconds` are those of all passes of one micro-batch, and `num_passes` its passes through a layer.
     """
     if not is_sharded(replica, "optimizer"):
         return []

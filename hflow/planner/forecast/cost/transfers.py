@@ -28,12 +28,8 @@ copied without padding and to its place, and read for a checksum before and afte
 def redistribute(edge: EdgeTraffic, network: Link, hardware: Hardware) -> Part:
     """Return the seconds of moving a node's inputs: the busiest worker's bytes, and one round trip.
 
-    The fraction of them that crosses machines is assumed to be that of all bytes.
-
-    Args:
-        edge: the bytes.
-        network: the link over which they cross machines.
-        hardware: devices and links.
+    The fraction of them that crosses machines is assumed to be that of all bytes. The network is the link
+    over which they cross machines.
     """
     if not edge.num_bytes:
         return LinkTime().part("redistribution")
@@ -59,11 +55,6 @@ def load_weights(
     copy, and everything counts as changed, because the plan does not know what training will change.
 
     Args:
-        route: the source of the bytes and the transport.
-        replica: the replica that loads the weights.
-        ranks: the placement of the engine's workers.
-        network: the link over which weights cross machines.
-        num_sources: ranks that send.
         merges: whether adapters are sent, which the engine adds to its weights.
         num_tensors: each takes a moment of its own; None: those that training changes.
         has_relays: whether the weights of several senders are broadcast by an engine that gets them first.
@@ -141,16 +132,10 @@ def _near_bytes(route: WeightRoute) -> int:
 def crossing_bytes(route: WeightRoute, num_receivers: int, copies: int, machines: int, sources: int) -> float:
     """Return the bytes that the busiest port between machines carries, of a receiver or a sender.
 
-    Receivers on a machine share what they need. Some channels serve each machine by itself; a
-    broadcast passes through the receivers, so that it is sent once (Thakur et al. 2005, "Optimization of
-    collective communication operations in MPICH", 3.2: a pipelined ring).
-
-    Args:
-        route: the source of the bytes and the transport.
-        num_receivers: ranks that receive.
-        copies: receivers on a machine that need the same slices.
-        machines: the machines with receivers.
-        sources: ranks that send.
+    Receivers on a machine share what they need. Some channels serve each machine by itself; a broadcast
+    passes through the receivers, so that it is sent once (Thakur et al. 2005, "Optimization of collective
+    communication operations in MPICH", 3.2: a pipelined ring). `copies` receivers on a machine need the same
+    slices.
     """
     received = route.node_bytes / num_receivers / copies
     sent = route.node_bytes / copies / sources

@@ -44,17 +44,26 @@ MEASURED = "matrix whose rows are measured"
 def kept_by_layer(rank: Rank, batch: MicroBatch, num_mlp: int = 4, num_routed: int = 2) -> int:
     """Return the bytes that autograd keeps of one decoder layer until its backward pass.
 
-    Args:
-        rank: computes it.
-        batch: the micro-batch.
-        num_mlp: the argument of `kept_per_token` with this name.
-        num_routed: the copies of hidden states that experts keep: of their inputs, and of their outputs where
-            these are weighted.
+    `num_mlp` is as in `kept_per_token`, and `num_routed` the copies of hidden states that experts keep: of
+    their inputs, and of their outputs where these are weighted.
     """
     hidden_rows, split_rows = kept_per_token(rank, pads=batch.pads, num_mlp=num_mlp)
     routed = num_routed * routed_per_token(rank)
     per_token = hidden_rows / rank.token_share + split_rows / rank.tensor + routed
-    return round(per_token * batch.tokens) + repeated_keys(rank, batch)
+    return round(per_token * batch.tokens) + repeated_keys(rank, batch) + window_mask(rank, batch)
+
+
+def window_mask(rank: Rank, batch: MicroBatch) -> int:
+    """Return the bytes of the mask that a layer with a window keeps, as the mean over layers.
+
+    It is that of the longest sequences. A kernel that takes the width of the window needs none.
+    """
+    shape, window = rank.shape, rank.shape.window
+    takes_width = rank.has_varlen_kernel or (shape.has_sinks and not rank.on_cpu)
+    if window is None or window.tokens >= batch.longest or takes_width:
+        return 0
+    num_windowed = shape.num_layers - shape.num_layers // window.full_every
+    return rank.width * batch.longest**2 * num_windowed // shape.num_layers
 
 
 def repeated_keys(rank: Rank, batch: MicroBatch) -> int:
@@ -78,13 +87,7 @@ def kept_by_adapters(rank: Rank, batch: MicroBatch) -> int:
 
 
 def added_by_adapter(rank: Rank, tokens: int, *targets: str) -> int:
-    """Return the bytes of what an adapter of the MLP's first matrices adds, beside the sum.
-
-    Args:
-        rank: computes it.
-        tokens: the tokens of a micro-batch.
-        targets: the matrices to which the backend adds so.
-    """
+    """Return the bytes of what an adapter of the MLP's first matrices, `targets`, adds beside the sum."""
     adapter = rank.trained_shape.adapter
     if adapter is None or not set(targets).intersection(adapter.targets):
         return 0
@@ -128,7 +131,6 @@ def kept_per_token(rank: Rank, *, pads: bool, num_mlp: int = 4) -> tuple[int, fl
     of its input. Where layers differ, it is their mean.
 
     Args:
-        rank: a rank with the model and dtype.
         pads: whether sequences have different lengths. Without a kernel for that, attention keeps padded
             copies of q, k, v and the output, and the output without padding.
         num_mlp: number of these four that the MLP keeps.
@@ -158,13 +160,9 @@ def layer_input(rank: Rank, batch: MicroBatch) -> int:
 
 
 def kept_by_layers(rank: Rank, batch: MicroBatch, num_layers: int, one: int) -> int:
-    """Return the bytes that autograd keeps of layers until their backward pass.
+    """Return the bytes that autograd keeps of layers, of all micro-batches in flight, until backward.
 
-    Args:
-        rank: computes them.
-        batch: the micro-batch.
-        num_layers: layers over all micro-batches in flight.
-        one: bytes that a layer keeps if it is not recomputed.
+    `one` are the bytes that a layer keeps if it is not recomputed.
     """
     if not rank.config.activation_checkpointing:
         return num_layers * one
@@ -204,12 +202,8 @@ def backward_buffers(rank: Rank, batch: MicroBatch, num_mlp: int = 2) -> int:
     """Return the bytes of the backward pass of a layer's MLP, beyond what is kept.
 
     Its rows, the gradient of the residual, with sequence parallelism the gathered input, and with experts the
-    gradients of each copy of a token, as it left its expert and as it entered it.
-
-    Args:
-        rank: computes it.
-        batch: the micro-batch.
-        num_mlp: tensors of the MLP's rows that it needs.
+    gradients of each copy of a token, as it left its expert and as it entered it. It needs `num_mlp` tensors
+    of the MLP's rows.
     """
     copies = 0 if rank.shape.experts is None else 2 * rank.shape.experts.per_token
     hidden = rank.shape.hidden * ((1 if rank.token_share == 1 else 2) + copies)
@@ -349,8 +343,6 @@ def logits(rank: Rank, batch: MicroBatch, num_tiles: int) -> int:
     A scalar head has its input in fp32 instead.
 
     Args:
-        rank: computes them.
-        batch: the micro-batch.
         num_tiles: 2 in the forward pass of training, a tile's logits and their exponentials, as the losses of
             the library compute log-probs and entropy together; 1 in inference and in the backward pass, where
             the result takes the place of the logits.
@@ -368,10 +360,8 @@ def logits(rank: Rank, batch: MicroBatch, num_tiles: int) -> int:
 def trained_logits(rank: Rank, batch: MicroBatch, matrix: int) -> Items:
     """Return the larger of two moments: logits in the forward pass, or in the backward pass with a gradient.
 
-    Args:
-        rank: computes them.
-        batch: the micro-batch.
-        matrix: bytes of the output matrix's gradient, which exists once the forward pass's tiles are gone.
+    `matrix` are the bytes of the output matrix's gradient, which exists once the forward pass's tiles are
+    gone.
     """
     forward, backward = (item(MemoryCategory.LOGITS, logits(rank, batch, num_tiles)) for num_tiles in (2, 1))
     return largest([forward, backward + item(MemoryCategory.GRADIENTS, matrix)])

@@ -16,10 +16,7 @@ def too_small_cache(
 ) -> Iterator[str]:
     """Yield a reason where the configured cache of an engine does not hold the longest sequence.
 
-    Args:
-        served: the model.
-        shape: the model's sizes.
-        smallest_cache: bytes of the smallest cache on a rank with which the engine starts.
+    `smallest_cache` returns the bytes of the smallest one on a rank with which the engine starts.
     """
     gen = served.config.gen
     rank = Rank(served.replica, shape, served.config, 0, True, served.cluster.device == "cpu")

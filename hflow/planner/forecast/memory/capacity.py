@@ -14,12 +14,7 @@ MEMORY_MARGIN = 0.05
 
 
 def check_memory(phases: Sequence[PhaseMemory], cluster: ClusterSpec, advice: Callable[[], str]) -> None:
-    """Refuse a plan that does not fit.
-
-    Args:
-        phases: the memory of every device in every phase.
-        cluster: the devices with their memory.
-        advice: returns what to change, as sentences.
+    """Refuse a plan that does not fit; `advice` returns what to change, as sentences.
 
     Raises:
         PlanError: naming the phase that needs most, its largest item, and the advice.

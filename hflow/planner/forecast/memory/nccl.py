@@ -65,13 +65,9 @@ def nccl_links(hardware: Hardware, devices_per_node: int) -> NcclLinks | None:
 def communicator_bytes(
     ranks: Iterable[int], links: NcclLinks, *, broadcasts: bool = False, num_peers: int = 0
 ) -> int:
-    """Return the bytes of a communicator on the device of a rank.
+    """Return the bytes of a communicator on the device of a rank that exchanges messages with `num_peers`.
 
-    Args:
-        ranks: the devices of its ranks.
-        links: the links between them.
-        broadcasts: whether it only broadcasts, for which NCCL connects a ring alone.
-        num_peers: ranks to which this one sends messages, and from which it receives some.
+    If it only `broadcasts`, NCCL connects a ring alone.
     """
     per_domain = Counter(rank // links.domain for rank in ranks)
     near, is_apart = max(per_domain.values()), len(per_domain) > 1

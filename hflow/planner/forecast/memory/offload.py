@@ -52,12 +52,9 @@ def in_host_memory(rank: Rank) -> Items:
 
 
 def moved_bytes(rank: Rank, use: Use, *, changes: bool) -> int:
-    """Return the bytes that one use of a model copies between device and host.
+    """Return the bytes that one use of a training or inference model copies between device and host.
 
-    Args:
-        rank: a rank of a training or inference replica.
-        use: the part of the state that is needed.
-        changes: whether values change, so that they are copied back afterwards.
+    If values change, they are copied back afterwards.
     """
     needed = sum(size for key, size in _offloaded(rank).items() if key.category in _USED[use])
     return needed * (2 if changes else 1)

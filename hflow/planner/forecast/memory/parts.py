@@ -90,6 +90,8 @@ class MicroBatch:
     context ranks, all of them have these."""
     mask: int = 0
     """Entries of the mask of samples behind such prompts, for a kernel that needs one."""
+    longest: int = 0
+    """Tokens of the longest sequence."""
 
     def divided(self, num_ranks: int) -> MicroBatch:
         """Return the part of one of several context ranks, which divide the tokens of every sequence."""
@@ -109,10 +111,6 @@ def largest_microbatch(
     one token.
 
     Args:
-        plan: the source of the node's minibatches and the size of groups.
-        node: trains or infers.
-        workload: lengths of the node's root stream.
-        config: the source of the token budget.
         data: dp ranks that share a minibatch.
         shares_prompts: whether the backend computes a group's prompt once. Images are not taken to be shared.
     """
@@ -143,6 +141,7 @@ def largest_microbatch(
         image_tokens=0 if images is None else num_images * images.load.tokens,
         repeated=repeated,
         mask=workload.max_response * longest if repeated else 0,
+        longest=longest,
     )
 
 
@@ -244,7 +243,6 @@ def fitting_cache(block: int, wanted: int, available: int, smallest: int) -> int
     """Return the bytes of a cache in whole blocks, one of which belongs to no sequence.
 
     Args:
-        block: bytes of a block.
         wanted: blocks that the load needs.
         available: bytes that the cache may take.
         smallest: bytes of the smallest cache with which the engine starts.

@@ -247,8 +247,6 @@ def state_bytes(context: MemoryContext, rank: Rank, phase: str, inferred: Contai
     """Return the bytes of one rank on a device before a phase, without KV caches and what its runtime takes.
 
     Args:
-        context: the plan and its request.
-        rank: a rank on the device.
         phase: `generate`, `wake`, a node, or "" for any node that does not use the rank.
         inferred: replicas that have inferred since they trained.
     """
@@ -376,8 +374,6 @@ def size_caches(
     Engines are sized one after the other, each by what all others, and its own step, leave free.
 
     Args:
-        engines: the engines in the plan's order.
-        capacity: the device's memory.
         used: bytes that everything but caches and decode steps takes while engines generate.
         limits: engine -> most bytes of its cache; None: no limit.
         loads_beside: whether engines keep their caches while they load new weights.
@@ -407,14 +403,10 @@ def largest_batch(plan: Plan, rank: Rank, cache: int, workloads: Mapping[str, Wo
 def _resident(
     context: MemoryContext, ranks: Ranks, phase: str, inferred: Container[str], caches: Mapping[str, int]
 ) -> Items:
-    """Return the items on a device before a phase begins.
+    """Return the items on a device before a phase begins: `generate`, `wake` or a node.
 
-    Args:
-        context: the plan and its request.
-        ranks: the ranks on the device.
-        phase: `generate`, `wake` or a node.
-        inferred: replicas that have inferred since they trained.
-        caches: bytes of the KV cache of each engine, which a phase other than `generate` may hold.
+    `inferred` has the replicas that have inferred since they trained, and `caches` the bytes of the KV cache
+    of each engine, which a phase other than `generate` may hold.
     """
     items = Items()
     for rank in ranks:

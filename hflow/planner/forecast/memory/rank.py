@@ -13,7 +13,7 @@ from hflow.planner.plan.optimizers import CHUNK, CPU_CHUNK, is_layer_matrix, opt
 from hflow.planner.plan.request import trained_shape
 from hflow.planner.plan.rows import Replica
 from hflow.planner.plan.traits import BackendTraits, traits
-from hflow.planner.weights.sharding import is_on_stage, rank_box
+from hflow.planner.weights.sharding import is_on_stage, rank_boxes
 from hflow.shapes.layout import Layout, stage_layers
 from hflow.shapes.model_shape import (
     DTYPE_BYTES,
@@ -240,7 +240,7 @@ class Rank:
     def key_copies(self) -> int:
         """How often attention has keys and values: once, or for each query head that shares them."""
         if self.has_varlen_kernel:
-            is_grouped = varlen_groups_queries() or bool(flash_versions())
+            is_grouped = self.shape.has_sinks or varlen_groups_queries() or bool(flash_versions())
         else:
             is_grouped = self.on_cpu  # see `padded_attention`
         return 1 if is_grouped else self.shape.num_heads // self.shape.num_kv_heads
@@ -417,5 +417,4 @@ def _tower_blocks(shape: ModelShape, stage: int) -> list[list[TensorSpec]]:
 
 
 def _num_elements(specs: Iterable[TensorSpec], traits: BackendTraits, layout: Layout) -> int:
-    boxes = (rank_box(spec, traits, layout, (0, 0, 0, 0)) for spec in specs)
-    return sum(numel(box) for box in boxes if box is not None)
+    return sum(numel(box) for spec in specs for box in rank_boxes(spec, traits, layout, (0, 0, 0, 0)))

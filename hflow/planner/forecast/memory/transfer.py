@@ -49,12 +49,8 @@ def published_weights(rank: Rank, routes: Iterable[tuple[WeightRoute, int]], *, 
     host, which is the device's on a CPU, keep the memory for the next version.
 
     With `delta` the slices that were sent last are kept too, to find what changes; as many changes may be
-    waiting for engines, since they are sent as long as they are smaller than the slices.
-
-    Args:
-        rank: a rank of a training replica.
-        routes: routes on which the rank sends its weights, each with the number of ranks that receive them.
-        is_loading: whether engines load the weights in this phase.
+    waiting for engines, since they are sent as long as they are smaller than the slices. Each route has the
+    number of ranks that receive on it. `is_loading`: engines load in this phase.
     """
     publishers = num_publishers(rank.traits, rank.replica.layout)
     share = rank.width * (num_parameters(rank.trained_shape) // publishers)
@@ -110,13 +106,8 @@ def receive_weights(rank: Rank, route: WeightRoute, num_senders: int) -> Items:
 
     On a CPU that is one tensor. Until then, buckets are where their transport keeps them (`memory/host.py`).
     On a GPU it is a bucket of each sender, the next one of each that the rank passes on to other engines, and
-    what is received ahead of the loading. `ipc` opens the
-    buckets of the devices' trainers where they are. What a worker hands over is copied.
-
-    Args:
-        rank: a rank of an engine.
-        route: the engine's route.
-        num_senders: the number of ranks that each have a part of every tensor.
+    what is received ahead of the loading. `ipc` opens the buckets of the devices' trainers where they are.
+    What a worker hands over is copied. `num_senders` ranks each have a part of every tensor.
     """
     if route.hands_over:
         return handed_over_buckets(rank)
@@ -291,8 +282,6 @@ def largest_bucket(shape: ModelShape, width: int, minimum: int = BUCKET_BYTES, n
     """Return the bytes of the largest bucket of tensors in the checkpoint's order.
 
     Args:
-        shape: the model.
-        width: bytes of a number.
         minimum: bytes at which a bucket is closed.
         num_parts: equal parts of each tensor, of which the bucket has one.
     """

@@ -16,10 +16,7 @@ from hflow.planner.plan.traits import first_with, traits
 def check_zero_stages(plan: Plan, request: PlanRequest, free: Container[str]) -> None:
     """Check that each stage below 3 is one that its replica's ranks and micro-batches can have.
 
-    Args:
-        plan: the replicas and their nodes.
-        request: the configured stages.
-        free: keys that the planner chose, or may choose.
+    The planner chose the keys in `free`, or may choose them.
 
     Raises:
         PlanError: for a stage without an effect.

@@ -40,7 +40,6 @@ def steady_period(
     steps. Rarer nodes count in every step with their mean. The slots cover the unrolled steps.
 
     Args:
-        schedule: the plan's schedule.
         seconds: name -> seconds of one execution of a node, of one whole batch of a source, of a replica that
             loads new weights, and of `publish.REPLICA`. Missing names take no time.
         fields: (producer, consumer) -> the fields between them, which name edges of the cycle.

@@ -52,9 +52,7 @@ class SteadyState:
 def steady_state(num_vertices: int, arcs: Sequence[Arc]) -> SteadyState | None:
     """Return the maximum of (seconds / lag) over all cycles, or None if there is no cycle.
 
-    Args:
-        num_vertices: vertices are numbered from 0.
-        arcs: the search is fastest if they are in the order in which their tails run.
+    Vertices are numbered from 0. The search is fastest if arcs are in the order in which their tails run.
 
     Raises:
         ValueError: when a cycle takes time but crosses no step, so that it waits for itself.

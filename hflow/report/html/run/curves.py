@@ -85,14 +85,9 @@ def curve_groups(
 ) -> tuple[tuple[tuple[str, tuple[CurveView, ...]], ...], tuple[CurveView, ...]]:
     """Return the curves that are shown at once, in groups with titles, and all others.
 
-    The number beside a curve is its final value, the mean of its last tenth. Staleness that
-    is 0 throughout, as in a synchronous run, has no curve.
-
-    Args:
-        curves: metric -> its values.
-        results: what the run learned, shown first.
-        train_nodes: nodes whose metrics tell how the policy changes.
-        units: metric -> (unit, meaning), of metrics that hflow computes.
+    The number beside a curve is its final value, the mean of its last tenth. Staleness that is 0 throughout,
+    as in a synchronous run, has no curve. `results` is what the run learned, shown first; the metrics of
+    `train_nodes` tell how the policy changes; `units` has (unit, meaning) of metrics that hflow computes.
     """
     curves = with_staleness(curves)
     named = [("Results", tuple(results))]

@@ -31,14 +31,9 @@ def update_adamw(
     means: list[Tensor],
     squares: list[Tensor],
 ) -> None:
-    """Update weights and their moments in place.
+    """Update weights, in fp32, and their moments in place.
 
-    Args:
-        group: the group of parameters, with the settings of AdamW, and the number of this step in `step`.
-        weights: parameters of the group, in fp32.
-        gradients: the gradient of each.
-        means: the moving average of each gradient.
-        squares: the moving average of its square.
+    The group has the settings of AdamW, and the number of this step in `step`.
     """
     beta1, beta2 = group["betas"]
     count = torch.full((), float(group["step"]), device=weights[0].device)

@@ -43,12 +43,7 @@ class Noise:
 
     Each use takes the numbers of the last one with some of their bits inverted, the same of all, which are
     drawn. So every number is uniform, and any two are independent, also of different uses. To draw all of
-    them again would take more than the rest of a step.
-
-    Args:
-        size: how many are used at once, at most.
-        seed: on what they depend.
-        device: where they are.
+    them again would take more than the rest of a step. At most `size` are used at once.
     """
 
     def __init__(self, size: int, seed: int, device: torch.device) -> None:
@@ -79,11 +74,8 @@ def round_stochastically(x: Tensor, noise: Tensor) -> None:
     """Round fp32 numbers to neighbours that bf16 has, in place, so that their expectation is the number.
 
     The neighbour that is larger in size has the probability of the number's distance from the other one, in
-    units of the distance between both: it is added to a random number below that, and cut off.
-
-    Args:
-        x: fp32 of any shape.
-        noise: int32 of the same shape, random numbers of 16 bits.
+    units of the distance between both: it is added to a random number below that, and cut off. Both are of
+    one shape; the noise is int32, random numbers of 16 bits.
     """
     bits = x.view(torch.int32)
     bits += noise

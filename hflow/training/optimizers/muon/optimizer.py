@@ -26,10 +26,7 @@ def orthogonalize(x: Tensor) -> Tensor:
     norm to between 0.68 and 1.13.
 
     A tall x is multiplied from the right instead, `x (x^T x)`: where its transpose was written, torch had no
-    library for products in bf16 on a CPU.
-
-    Args:
-        x: `[matrices, rows, columns]`, contiguous. It is overwritten.
+    library for products in bf16 on a CPU. It is `[matrices, rows, columns]`, contiguous, and overwritten.
     """
     a, b, c = COEFFICIENTS
     rows, columns = x.shape[-2:]
@@ -67,15 +64,9 @@ class GroupMuon(BaseOptimizer):
         momentum: float,
         nesterov: bool,
     ) -> None:
-        """Take groups of parameters.
+        """Take groups of parameters. Muon updates those with `in_layers`, AdamW the others.
 
-        Args:
-            groups: the groups. Muon updates those with `in_layers`.
-            lr: the learning rate.
-            betas: the decays of AdamW's moving averages.
-            eps: what AdamW adds to a root.
-            momentum: the decay m of the moving average.
-            nesterov: whether the momentum is Nesterov's.
+        `momentum` is the decay m of Muon's moving average; `betas` and `eps` are those of AdamW.
         """
         super().__init__(groups, lr=lr, betas=betas, eps=eps)
         self._momentum, self._nesterov = momentum, nesterov

@@ -19,13 +19,9 @@ class GroupSGD(BaseOptimizer):
     """
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: float, momentum: float, nesterov: bool) -> None:
-        """Take groups of parameters.
+        """Take groups of parameters, each with its weight decay d.
 
-        Args:
-            groups: the groups, each with its weight decay d.
-            lr: the learning rate.
-            momentum: the decay m of the sum of gradients; 0: a step is the gradient alone.
-            nesterov: whether the momentum is Nesterov's.
+        `momentum` is the decay m of the sum of gradients; 0: a step is the gradient alone.
         """
         super().__init__(groups, lr=lr)
         self._momentum, self._nesterov = momentum, nesterov
