@@ -45,7 +45,7 @@ class Forward:
 
 
 def inputs(theta: Tensor, lengths: list[int], group: int) -> dict[str, Any]:
-    """Return what nodes read, by the names of fields: log-probs far and near, and different rewards."""
+    """Return the fields that nodes read, by name. Log-probs differ little and much, and rewards vary."""
     generator = torch.Generator().manual_seed(1)
 
     def draw(*size: int) -> Tensor:

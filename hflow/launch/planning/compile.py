@@ -33,10 +33,11 @@ from hflow.planner.forecast.cost import Explanation
 from hflow.planner.forecast.cost import explain as explain_node
 from hflow.planner.make.placement_setting import parse_items
 from hflow.planner.make.replicas import GEN_SUFFIX, replica_roles
-from hflow.planner.plan.forecast import Candidate, SimulatedStep
+from hflow.planner.plan.forecast import Candidate, Pace, SimulatedStep
 from hflow.planner.plan.request import PlanRequest
-from hflow.planner.plan.rows import Plan
+from hflow.planner.plan.rows import Plan, Schedule
 from hflow.planner.plan.serialise import to_json
+from hflow.planner.plan.workload import Workload
 from hflow.planner.search import (
     PLACEMENT,
     PastSearches,
@@ -400,8 +401,10 @@ def learn_from_run(run: str, device: str) -> LearnedFromRun:
     return from_run.learn_from_run(run, device)
 
 
-def simulated_period(*arguments: Any) -> SimulatedStep:
+def simulated_period(
+    schedule: Schedule, seconds: Mapping[str, float], pace: Pace, workload: Workload
+) -> SimulatedStep:
     """Simulate a step, as `simulate_plan.simulated_period`, which is imported by the first call."""
     from hflow.runtime.simulation import simulate_plan
 
-    return simulate_plan.simulated_period(*arguments)
+    return simulate_plan.simulated_period(schedule, seconds, pace, workload)
